@@ -29,22 +29,16 @@ MIN_VISIBLE_FRACTION = 0.1
 
 
 class BoxColumns:
-    """Boxes of a row's image on the model's square, padded to a fixed number.
+    """Boxes of a row's image on the model's square, padded to `max_boxes` (M) in a block, and to
+    the largest number of a row (N) in a batch.
 
     A block has boxes float32 [R, M, 4] (left, top, right, bottom) in fractions of the square,
     box_labels int64 [R, M] (-1: no label) and num_boxes int32 [R]. A batch has boxes [B, N, 4],
-    box_labels [B, N] and box_mask bool [B, N] (False for padding), where N is the largest number of
-    boxes of a row.
-
-    `empty` creates the columns of a block, `set_row` writes the boxes of one row, and `to_batch`
-    converts a block to a batch; all take and return dicts of arrays by column name.
+    box_labels [B, N] and box_mask bool [B, N] (False for padding).
 
     Args:
-        inputs: The `model.inputs` section; M is its `max_boxes`.
+        inputs: The `model.inputs` section.
         augment: The `augment` section, which is applied as to the pixels; None for none.
-
-    Attributes:
-        counts: By name of a column with numbers of values the column of these values.
     """
 
     counts: ClassVar = {"num_boxes": "boxes"}
@@ -54,12 +48,6 @@ class BoxColumns:
         self.augment = augment
 
     def empty(self, num_rows: int) -> dict[str, np.ndarray]:
-        """Return the box columns of `num_rows` rows without boxes.
-
-        Returns:
-            `boxes` float32 [num_rows, M, 4] of zeros, `box_labels` int64 [num_rows, M] of -1, and
-            `num_boxes` int32 [num_rows] of zeros; M is `max_boxes`.
-        """
         most = self.inputs.max_boxes
         return {
             "boxes": np.zeros((num_rows, most, 4), np.float32),
@@ -75,22 +63,11 @@ class BoxColumns:
         image_size: tuple[int, int],
         uniforms: np.ndarray | None,
     ) -> None:
-        """Write the boxes of one row into the columns of several rows (a block).
+        """Write the boxes of one row.
 
-        Boxes are transformed as the pixels are, and clipped to the model's square. A box is dropped
-        if less than 10% of its area is inside the square. If more than `max_boxes` are left, the
-        largest are kept, in the order of the row.
-
-        Args:
-            columns: A block of R rows, whose `boxes` float32 [R, M, 4], `box_labels` int64 [R, M]
-                and `num_boxes` int32 [R] are changed in place at `index`. A box is (left, top,
-                right, bottom) in fractions of the square. Entries after the boxes of the row are
-                not changed.
-            row: The stored row. `boxes` are (left, top, right, bottom) in fractions of the image;
-                `box_labels` are class numbers or None.
-            image_size: (width, height) of its upright image in pixels, before it was transformed.
-            uniforms: Random numbers of the augmentation in [0, 1), float64, the same as for the
-                pixels; the first NUM_UNIFORMS (49) are used. None: no augmentation.
+        They are transformed as the pixels are, and clipped to the square. A box is dropped if less
+        than 10% of its area is inside. If more than `max_boxes` are left, the largest are kept, in
+        the order of the row.
         """
         if not row.boxes:
             return
@@ -106,17 +83,6 @@ class BoxColumns:
         columns["num_boxes"][index] = len(keep)
 
     def to_batch(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the box columns of a batch, trimmed to the largest number of boxes of a row, N.
-
-        Args:
-            rows: Box columns of a block: `boxes` float32 [B, M, 4], `box_labels` int64 [B, M] and
-                `num_boxes` int32 [B], where M is `max_boxes`.
-
-        Returns:
-            `boxes` float32 [B, N, 4], (left, top, right, bottom) in fractions of the model's
-            square, zeros after those of a row; `box_labels` int64 [B, N] (-1: no label), and
-            `box_mask` bool [B, N], False for padding.
-        """
         num_boxes = rows["num_boxes"]
         most = int(num_boxes.max())
         return {
@@ -136,14 +102,11 @@ def to_model_coords(
     """Map boxes from fractions of an image to fractions of the model's square, without clipping.
 
     Args:
-        boxes: (left, top, right, bottom) in fractions of the image, float64 [N, 4].
+        boxes: (left, top, right, bottom), float64 [N, 4].
         size: (width, height) of the image in pixels.
-        inputs: The `model.inputs` section, with `fit` and `image_side`.
-        augment: The `augment` section, whose crop and flip are applied; None for none.
-        uniforms: Its random numbers, float64 [NUM_UNIFORMS (49)] in [0, 1); None: no augmentation.
 
     Returns:
-        Boxes float64 [N, 4] in the same format. Parts outside the square are below 0 or above 1.
+        Boxes float64 [N, 4]. Parts outside the square are below 0 or above 1.
     """
     width, height = size
     if augment is not None and augment.has_random_crop and uniforms is not None:
@@ -170,14 +133,8 @@ def to_model_coords(
 
 
 def clip_boxes(boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Clip boxes to the model's square.
-
-    Args:
-        boxes: (left, top, right, bottom) in fractions of the square, float64 [N, 4].
-
-    Returns:
-        The clipped boxes [N, 4], and bool [N]: whether at least MIN_VISIBLE_FRACTION (10%) of the
-        area of each box is inside the square.
+    """Clip boxes float64 [N, 4] to the model's square, and return also whether at least
+    MIN_VISIBLE_FRACTION of the area of each is inside, bool [N].
     """
     clipped = boxes.clip(0, 1)
     visible = _area(clipped)

@@ -120,11 +120,11 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     first page or frame is decoded.
 
     Args:
-        max_pixels: Maximum width x height; MAX_PIXELS is 25 million.
+        max_pixels: Maximum width x height.
 
     Returns:
-        Pixels uint8 [H, W, 3]: the array itself, or the first three channels of an array
-        [H, W, 4], which `resize` reads faster.
+        Pixels uint8 [H, W, 3]: the array itself, or the first three channels of an array [H, W, 4],
+        which `resize` reads faster.
 
     Raises:
         BadImage: With reason `empty`, `format`, `too-large`, `truncated`, `corrupt` or `checksum`.
@@ -163,18 +163,9 @@ def decode_damaged(data: bytes) -> np.ndarray:
 
 
 def verify_image(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Check that an image decodes completely, without keeping its pixels.
+    """Check that an image decodes completely, and return the (width, height) of the upright image.
 
     Raises the same errors as `decode`, but computes only one pixel in 64 of most JPEGs.
-
-    Args:
-        max_pixels: Maximum width x height; MAX_PIXELS is 25 million.
-
-    Returns:
-        (width, height) of the upright image in pixels.
-
-    Raises:
-        BadImage: The image cannot be decoded completely or has too many pixels.
     """
     image = _open(data, max_pixels)
     if _decode_jpeg_fast(image, data, eighth=True) is not None:
@@ -183,13 +174,7 @@ def verify_image(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
 
 
 def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Return the size of an image according to its header, without decoding its pixels.
-
-    Args:
-        max_pixels: Maximum width x height; MAX_PIXELS is 25 million.
-
-    Returns:
-        (width, height) of the upright image in pixels.
+    """Return the (width, height) of the upright image according to its header.
 
     Raises:
         BadImage: The header cannot be read, or the image has too many pixels.
@@ -201,10 +186,8 @@ def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
 
 
 def exif_orientation(data: bytes, max_pixels: int) -> int:
-    """Return the EXIF orientation of an image.
-
-    Returns:
-        1 (upright) to 8; 1 if there is none or its EXIF block is damaged.
+    """Return the EXIF orientation, 1 (upright) to 8; 1 if there is none or its EXIF block is
+    damaged.
 
     Raises:
         BadImage: The header cannot be read, or the image has too many pixels.
@@ -218,8 +201,6 @@ def image_notices(data: bytes, max_pixels: int = MAX_PIXELS, every_page: bool = 
     Not counted are further images of a JPEG (MPO), which are previews and maps of depth or gain.
 
     Args:
-        data: Encoded bytes of an image that `decode` decodes.
-        max_pixels: Maximum width x height; MAX_PIXELS is 25 million.
         every_page: Of all images of `split_pages`.
 
     Raises:
@@ -279,12 +260,8 @@ def split_pages(data: bytes, max_pixels: int = MAX_PIXELS) -> list[bytes]:
     """Return each page of a TIFF of several pages as a PNG with the pixels that `decode` returns of
     it; gray pages of 16 bits have one white, so that slices of a scan stay comparable.
 
-    Args:
-        data: Encoded bytes of any image.
-        max_pixels: Maximum width x height of a page.
-
     Returns:
-        The PNGs in order; [] for a TIFF of one page, and for another format.
+        [] for a TIFF of one page, and for another format.
 
     Raises:
         BadImage: A page cannot be decoded, or there are over 256.

@@ -51,14 +51,8 @@ _HEAD_BYTES = 128
 
 
 def detect_format(data: bytes) -> str | None:
-    """Return the format of an encoded image by its first bytes.
-
-    Args:
-        data: Encoded bytes; the first 128 are enough.
-
-    Returns:
-        Name of Pillow's decoder: `JPEG`, `PNG`, `WEBP`, `GIF`, `AVIF`, `HEIF`, `TIFF`, `JPEG2000`,
-        `ICO`, `PPM` or `BMP`; None if it is not a format that is read.
+    """Return the name of Pillow's decoder for an encoded image by its first 128 bytes; None if it
+    is not a format that is read.
     """
     head = data[:_HEAD_BYTES]
     return next((name for name, each in IMAGE_FORMATS.items() if each.pattern.match(head)), None)

@@ -72,10 +72,9 @@ def read_images(folder: AnyPath, images: Sequence[ImageRef], reader: RangeReader
     parallel.
 
     Args:
-        folder: Folder of the source, which paths of images are relative to.
         images: References without URLs.
-        reader: Reads byte ranges of files in the folder if that is on an object store; not used for
-            a local folder. It keeps files open, so reusing it saves requests.
+        reader: Reads byte ranges of files in the folder if that is on an object store. It keeps
+            files open, so reusing it saves requests.
 
     Raises:
         BadRow: With stage `read`, if an image does not exist or its reference is invalid.
@@ -233,11 +232,9 @@ def os_error_as_bad_row(name: str) -> Iterator[None]:
 
 
 def stat_signature(folder: AnyPath, name: str) -> tuple[str, int | None, int | None]:
-    """Return values that show later whether a file was changed.
-
-    Returns:
-        The name, the size in bytes and the modification time in ns. Size and time are None for a
-        file that cannot be found or is on an object store.
+    """Return values that show later whether a file was changed: its name, size in bytes and
+    modification time in ns. The latter are None for a file that cannot be found or is on an object
+    store.
     """
     with suppress(OSError):
         if isinstance(folder, Path):

@@ -29,13 +29,8 @@ class SubprocessDecoder:
     """Checks in a child process that an image does not crash its decoder; the caller then decodes
     it itself.
 
-    It is constructed without arguments. The first call starts the child process, as does the first
-    one after a crash, and `close` ends it.
-
-    `check` takes the encoded bytes of an image and returns its (width, height); it raises BadImage
-    for a bad image, also if the process crashed. `check_media` does the same for audio and video,
-    and returns a MediaInfo (start, duration and sizes). `thumbnail` returns a small copy as a data
-    URI, and `request` calls any function in the child process.
+    The first call starts the child process, as does the first one after a crash, and `close` ends
+    it.
 
     Attributes:
         num_crashes: How often the child process has died, since this object was constructed.
@@ -48,17 +43,11 @@ class SubprocessDecoder:
     def check(
         self, data: bytes, max_pixels: int, transform_args: tuple[Any, ...] | None = None
     ) -> tuple[int, int]:
-        """Decode an image in the child process, to find out whether it crashes the decoder.
+        """Decode an image in the child process, and return the size of the upright image.
 
         Args:
-            data: Encoded bytes, which may be from an untrusted source.
-            transform_args: (inputs, augment, uniforms): sections `model.inputs` and `augment`, and
-                the random numbers of the augmentation, float64 [NUM_UNIFORMS (49)] in [0, 1) or
-                None, with which the child also resizes and augments the image. None: only decode,
-                and resize to one pixel.
-
-        Returns:
-            (width, height) of the upright image in pixels.
+            transform_args: The further arguments of `transform`, with which the child also resizes
+                and augments the image. None: only decode, and resize to one pixel.
 
         Raises:
             BadImage: The image cannot be decoded. The reason is `decoder-crash` if it killed the
@@ -74,16 +63,8 @@ class SubprocessDecoder:
     def check_media(
         self, data: bytes, kind: str, max_pixels: int, header_only: bool = False
     ) -> MediaInfo:
-        """Decode audio or video completely in the child process, because corrupt data may crash the
-        decoder.
-
-        Returns:
-            A MediaInfo: `start_s` and `duration_s` in seconds, `rate` (samples or frames per
-            second), `channels`, and `width` and `height` of upright frames in pixels (0 for audio).
-
-        Raises:
-            BadImage: It cannot be decoded or exceeds a limit. The reason is `decoder-crash` if it
-                killed the child, and `memory` if the child had no memory for it.
+        """Decode audio or video in the child process, or only its header. Raises BadImage as
+        `check` does.
         """
         return MediaInfo(**self.request(_check_media, data, kind, max_pixels, header_only))
 
@@ -91,12 +72,8 @@ class SubprocessDecoder:
         """Call a function in the child process.
 
         Args:
-            function: A function of a module (it is pickled by name), called with `args`; it returns
-                a dict of JSON values without the key `reason`, or raises BadImage.
-            args: Its arguments, which are pickled.
-
-        Returns:
-            The dict of JSON values that the function returned.
+            function: A function of a module, which is pickled by name; it returns a dict of JSON
+                values without the key `reason`, or raises BadImage.
 
         Raises:
             BadImage: The function raised it. The reason is `decoder-crash` if the call killed the
@@ -119,15 +96,11 @@ class SubprocessDecoder:
         return reply
 
     def thumbnail(self, data: bytes, damaged: bool = False) -> str | None:
-        """Return a thumbnail of an image as a data URI (WebP, at most 128 pixels a side).
-
-        The child process decodes the image first, because a corrupt one may crash the decoder.
+        """Return a thumbnail of an image as a data URI; None if it cannot be decoded.
 
         Args:
             data: Encoded bytes, which may be from an untrusted source.
-
-        Returns:
-            The data URI; None if the image cannot be decoded.
+            damaged: Show the readable part of a damaged image.
         """
         try:
             if damaged:
@@ -152,10 +125,8 @@ class SubprocessDecoder:
 def serve(channel: Channel) -> None:
     """Decode images until the parent closes the channel: the main loop of the child process.
 
-    Args:
-        channel: Connection to the parent. Each message is a pickled tuple (function, arguments).
-            The reply is bytes of JSON: the dict that the function returned, or {"reason", "detail"}
-            of the BadImage that it raised.
+    Each message is a pickled tuple (function, arguments). The reply is JSON: the dict that the
+    function returned, or {"reason", "detail"} of the BadImage that it raised.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     # So a file that needs more fails by itself, before the kernel ends another process for it.

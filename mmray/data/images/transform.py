@@ -61,10 +61,10 @@ def transform(
 
     Args:
         rgb: Pixels uint8 [H, W, 3].
-        inputs: The `model.inputs` section, with `image_side`, `fit` and `interpolation`.
-        augment: The `augment` section: random crop, flip and color jitter, and then `function`,
-            the name of the user's; None for none.
-        uniforms: Random numbers in [0, 1) that determine crop, flip and colors, float64; the first
+        inputs: The `model.inputs` section.
+        augment: The `augment` section: random crop, flip and color jitter, and then `function`, the
+            name of the user's; None for none.
+        uniforms: Random numbers in [0, 1) that determine the augmentation, float64; the first
             NUM_UNIFORMS (49) are used. In training they are a pure function of seed, row and epoch.
             None: no augmentation.
 
@@ -150,14 +150,8 @@ def _to_planes(rgb: np.ndarray) -> np.ndarray:
 
 
 def thumbnail(rgb: np.ndarray) -> str:
-    """Return a small copy of an image as a data URI for an HTML page.
-
-    Args:
-        rgb: Pixels uint8 [H, W, 3].
-
-    Returns:
-        `data:image/webp;base64,...` of about 3 KB; the longer side has at most THUMBNAIL_SIDE (128)
-        pixels.
+    """Return a small copy of an image as a data URI of about 3 KB; the longer side has at most
+    THUMBNAIL_SIDE (128) pixels.
     """
     small = Image.fromarray(rgb)
     small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE), Image.Resampling.LANCZOS)
@@ -167,12 +161,10 @@ def thumbnail(rgb: np.ndarray) -> str:
 
 
 def reencode(rgb: np.ndarray, data: bytes, side: int) -> bytes:
-    """Encode an image with its shorter side reduced to `side`.
+    """Encode an image with its shorter side reduced to `side` pixels.
 
     Args:
         rgb: Its pixels uint8 [H, W, 3], which are `decode(data)`.
-        data: Its encoded bytes.
-        side: Maximum of the shorter side in pixels.
 
     Returns:
         A JPEG of quality 90, or a PNG if the source is lossless (PNG, GIF, BMP, PPM, ICO or
@@ -253,14 +245,6 @@ def resize_with_pillow(
 ) -> np.ndarray:
     """Resize a part of an image with Pillow: the fallback of `resize` without SIMD, and the
     reference of its tests.
-
-    Args:
-        rgb: Pixels uint8 [H, W, 3].
-        size: (width, height) of the result in pixels.
-        box: Part of the image (left, top, right, bottom) in pixels, which may be fractional.
-
-    Returns:
-        Pixels uint8 [height, width, 3].
     """
     left, top, right, bottom = box
     kind = _PILLOW_FILTERS[interpolation]
@@ -269,15 +253,8 @@ def resize_with_pillow(
 
 
 def letterbox_xywh(width: int, height: int, side: int) -> tuple[int, int, int, int]:
-    """Return where a full image is on a padded square, centered with its aspect ratio kept.
-
-    Args:
-        width: Width of the image in pixels.
-        height: Height of the image in pixels.
-        side: Height and width of the square in pixels.
-
-    Returns:
-        (left, top, width, height) of the resized image in pixels of the square.
+    """Return (left, top, width, height) of a full image on a padded square in pixels, centered with
+    its aspect ratio kept.
     """
     scale = side / max(width, height)
     w = max(1, round(width * scale))
@@ -286,15 +263,8 @@ def letterbox_xywh(width: int, height: int, side: int) -> tuple[int, int, int, i
 
 
 def crop_box(width: int, height: int, fit: str) -> Rect:
-    """Return the part of an image that fills the square.
-
-    Args:
-        width: Width of the image in pixels.
-        height: Height of the image in pixels.
-        fit: `squash`: the whole image; any other value: the central square.
-
-    Returns:
-        (left, top, right, bottom) in pixels of the image, which may be fractional.
+    """Return the part of an image that fills the square: all of it to `squash`, otherwise the
+    central square.
     """
     if fit == "squash":
         return (0, 0, width, height)
@@ -311,13 +281,9 @@ def random_crop_box(
 
     Args:
         size: (width, height) of the image in pixels.
-        augment: The `augment` section; `crop_scale` is the range of the area as a fraction.
         uniforms: Random numbers in [0, 1), float64 [40], four for each of CROP_TRIES (10) tries:
             area, aspect ratio, left and top. The first part that fits into the image is taken,
             otherwise a central one.
-
-    Returns:
-        (left, top, right, bottom) in pixels of the image.
     """
     width, height = size
     low, high = augment.crop_scale

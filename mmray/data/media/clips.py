@@ -39,12 +39,7 @@ def choose_window(span: tuple[float, float], clip_s: float, uniform: float) -> W
     """Return the part of a span that a clip shows: the span, or `clip_s` seconds of a longer one.
 
     Args:
-        span: Start and end of the span of a text in the recording, in seconds.
-        clip_s: Longest clip in seconds.
         uniform: Random number in [0, 1): where the clip is in a longer span; 0.5: in its middle.
-
-    Returns:
-        A Window with `start_s` and `end_s` in seconds, on the clock of `span`.
     """
     start, end = span
     excess = end - start - clip_s
@@ -55,18 +50,14 @@ def choose_window(span: tuple[float, float], clip_s: float, uniform: float) -> W
 
 
 def frame_times(window: Window, frames: int, frame_rate: float, uniform: float) -> list[float]:
-    """Return the times of the frames of a clip, all inside its window.
+    """Return the times of the frames of a clip, ascending and all inside its window.
 
     Args:
-        window: Start and end of the clip in seconds.
         frames: Number of times; with a `frame_rate` above 0 the largest number, from the start of
             the window on.
         frame_rate: Frames per second; 0: exactly `frames` times at equal distances over the window.
         uniform: Random number in [0, 1): place of each time in its interval between frames; 0.5: in
             the middle.
-
-    Returns:
-        At least one time in seconds, ascending, on the clock of the window.
     """
     length = window.end_s - window.start_s
     if not frame_rate:
@@ -77,13 +68,8 @@ def frame_times(window: Window, frames: int, frame_rate: float, uniform: float) 
 
 
 def full_span(media: Media, with_sound: bool = False) -> tuple[float, float]:
-    """Return the start and end of audio, or of the frames of a video, in seconds.
-
-    Args:
-        media: Audio or video with its bytes.
-
-    Returns:
-        (start, end) in seconds, as timestamps of the file; the start of most files is 0.
+    """Return the start and end of audio, or of the frames of a video, in seconds, as timestamps of
+    the file.
 
     Raises:
         BadMedia: Its header cannot be read.
@@ -97,18 +83,12 @@ def full_span(media: Media, with_sound: bool = False) -> tuple[float, float]:
 
 
 def clip_window(row: Row, clip_s: float, uniform: float) -> Window:
-    """Return the part of the audio or video of a row that its clip shows.
+    """Return the part of the audio or video of a row that its clip shows; (0, 0) without any.
 
     Args:
-        row: A stored row with the bytes of its media and at most one text. The clip is of the span
-            of the text, if it has one, otherwise of the whole video, or of the audio of a row
-            without video.
-        clip_s: Longest clip in seconds.
-        uniform: Random number in [0, 1): where the clip is in a longer span; 0.5: in its middle.
-
-    Returns:
-        A Window with `start_s` and `end_s` in seconds, as timestamps of the file; both 0 for a row
-        without audio and video.
+        row: A stored row with at most one text. The clip is of the span of the text, if it has one,
+            otherwise of the whole video, or of the audio of a row without video.
+        uniform: As for `choose_window`.
 
     Raises:
         BadMedia: The header of the audio or video cannot be read.
@@ -125,14 +105,9 @@ def clip_window(row: Row, clip_s: float, uniform: float) -> Window:
 def read_sound(by_kind: Mapping[str, Media], window: Window, rate: int) -> np.ndarray | None:
     """Return the audio of a clip, otherwise the sound of its video.
 
-    Args:
-        by_kind: Media of the row by kind (`audio`, `video`, `image`), each a Media with `data`, the
-            encoded bytes, and `duration` in seconds.
-        window: Start and end of the clip in seconds, as timestamps of the file.
-
     Returns:
-        Mono samples int16 [N], N = round(length of the window x rate), less if the sound starts or
-        ends inside the window; None if the row has no sound there.
+        Mono samples int16, less than the window if the sound starts or ends inside it; None if the
+        row has no sound there.
 
     Raises:
         BadMedia: The sound cannot be decoded.
@@ -159,19 +134,14 @@ class ClipColumns:
     `num_samples` int32 [R] and `has_text` bool [R], False for a row without a text. A row without
     video or audio, or without any in the span of its clip, has the number 0; an image is a video of
     one frame. `video` and `num_frames` are missing if `frames` is 0, `audio` and `num_samples` if
-    `audio_rate` is 0.
-
-    `empty` creates the columns of a block, `set_row` decodes the clip of one row into them, and
-    `to_batch` trims those of a batch; all take and return dicts of arrays by column name.
+    `audio_rate` is 0. A batch, cut to the longest clip, has also `has_video` and `has_audio` bool
+    [B].
 
     Args:
         inputs: The `model.inputs` section: S is its `image_side`, F its `frames`, and N the samples
             of `clip_s` seconds at `audio_rate` samples per second.
         augment: The `augment` section, which is applied equally to all frames of a clip; None for
             none.
-
-    Attributes:
-        counts: By name of a column with numbers of values the column of these values.
     """
 
     counts: ClassVar = {"num_frames": "video", "num_samples": "audio"}
@@ -181,17 +151,6 @@ class ClipColumns:
         self.augment = augment
 
     def empty(self, num_rows: int) -> dict[str, np.ndarray]:
-        """Return the columns of rows without video, audio and text.
-
-        Args:
-            num_rows: Number of rows, R.
-
-        Returns:
-            Arrays of zeros by name: `video` uint8 [R, F, 3, S, S], `num_frames` int32 [R], `audio`
-            int16 [R, N], `num_samples` int32 [R] and `has_text` bool [R]; the first two only if
-            `model.inputs.frames` is above 0, the next two only if `audio_rate` is. S is
-            `image_side`, F `frames`, and N `clip_s` x `audio_rate`.
-        """
         columns = {"has_text": np.zeros(num_rows, bool)}
         side = self.inputs.image_side
         if frames := self.inputs.frames:
@@ -211,18 +170,7 @@ class ClipColumns:
         image_size: tuple[int, int],
         uniforms: np.ndarray | None,
     ) -> None:
-        """Decode the clip of one row into the columns of several rows (a block).
-
-        Args:
-            columns: The columns of R rows, changed in place at `index`: `video` uint8 [R, F, 3, S,
-                S], `num_frames` int32 [R], `audio` int16 [R, N] (mono, `model.inputs.audio_rate`
-                samples per second), `num_samples` int32 [R] and `has_text` bool [R].
-            index: Index of the row in the block.
-            row: The stored row, with at most one text. The clip shows the span of this text,
-                otherwise the whole file; at most `model.inputs.clip_s` seconds.
-            uniforms: Random numbers float64 [NUM_CLIP_UNIFORMS (51)] in [0, 1); they choose the
-                augmentation of the frames, the place of the clip in a longer span, and the times of
-                its frames. None: the middle of the span, and no augmentation.
+        """Decode the clip of one row, which shows the span of its text, otherwise the whole file.
 
         Raises:
             BadImage: The row has several media of a kind, or one cannot be decoded.
@@ -275,19 +223,6 @@ class ClipColumns:
         return None if samples is None else samples[: round(self.inputs.clip_s * rate)]
 
     def to_batch(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the columns of a batch, trimmed to the longest clip.
-
-        Args:
-            rows: Columns of a block for the rows of the batch: `video` uint8 [B, frames, 3, S, S],
-                `num_frames` int32 [B], `audio` int16 [B, samples], `num_samples` int32 [B] and
-                `has_text` bool [B].
-
-        Returns:
-            `video` uint8 [B, F, 3, S, S] and `num_frames` int64 [B]; `audio` int16 [B, N] (mono,
-            `model.inputs.audio_rate` samples per second) and `num_samples` int64 [B], 0 for a row
-            without; `has_video`, `has_audio` and `has_text` bool [B]. F and N are those of the
-            longest clip, at least 1 and 1600.
-        """
         batch = {"has_text": rows["has_text"]}
         for name, count, present, least in (
             ("video", "num_frames", "has_video", 1),

@@ -48,7 +48,6 @@ WITHOUT_DURATION = ("mp3", "ogg")
 class BadMedia(BadImage):
     """Bytes that are not complete audio or video within the limits.
 
-    It is constructed with `reason` and `detail`, a sentence for the user, like its base class.
     `reason` is `empty` (no bytes), `format` (not a format that is read), `extra` (the package PyAV
     is missing), `no-audio`, `no-video`, `too-large` (pixels of a frame), `too-long`, `rate`,
     `channels`, `corrupt` or `truncated`; or `audio-count`, `video-count` or `image-count` if a row
@@ -103,13 +102,6 @@ def require_decoder(what: str) -> None:
 def read_header(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaInfo:
     """Return what the header of audio or video states, without decoding it.
 
-    Args:
-        max_pixels: Maximum width x height of a frame; MAX_PIXELS is 25 million.
-
-    Returns:
-        A MediaInfo: `start_s` and `duration_s` in seconds, `rate` (samples or frames per second),
-        `channels`, and `width` and `height` of upright frames in pixels (0 for audio).
-
     Raises:
         BadMedia: The header cannot be read, there is no stream of this kind, or it exceeds a limit.
     """
@@ -118,19 +110,11 @@ def read_header(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaIn
 
 
 def verify_media(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaInfo:
-    """Decode audio or video completely, and measure where it starts and ends.
-
-    Args:
-        kind: `audio` or `video`; the sound of a video is decoded too.
-        max_pixels: Maximum width x height of a frame; MAX_PIXELS is 25 million.
-
-    Returns:
-        A MediaInfo: measured `start_s` and `duration_s` in seconds, and from the header `rate`,
-        `channels`, and `width` and `height` of upright frames in pixels.
+    """Decode audio or video completely, with the sound of a video, and measure where it starts and
+    ends.
 
     Raises:
-        BadMedia: With reason `empty`, `format`, `extra`, `no-audio`, `no-video`, `too-large`,
-            `too-long`, `rate`, `channels`, `corrupt` or `truncated`.
+        BadMedia: It is damaged, or exceeds a limit.
     """
     with _open(data, max_pixels) as container:
         info = _read_header(container, kind, max_pixels)

@@ -38,13 +38,8 @@ def encode_audio(
 
 
 def write_samples(container: Any, stream: Any, samples: np.ndarray, rate: int) -> None:
-    """Encode all samples of a stream of an open file, and write them to the file.
-
-    Args:
-        container: The file, an av.container.OutputContainer that is open for writing.
-        stream: Its stream of mono audio, an av.AudioStream.
-        samples: int16 [N].
-        rate: Samples per second.
+    """Encode samples int16 [N] as an `av.AudioStream` of mono audio, and write them to its open
+    file.
     """
     import av
 
@@ -62,12 +57,6 @@ def write_samples(container: Any, stream: Any, samples: np.ndarray, rate: int) -
 def reencode_audio(data: bytes, end_s: float, rate: int) -> bytes:
     """Encode audio as FLAC with one channel, from timestamp 0 of its file on, so times in it stay
     the same.
-
-    Args:
-        end_s: Timestamp of its end in seconds.
-
-    Returns:
-        The bytes of the FLAC file.
 
     Raises:
         BadMedia: It cannot be decoded.

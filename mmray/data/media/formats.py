@@ -24,26 +24,15 @@ _HEAD_BYTES = 64
 
 
 def detect_demuxer(data: bytes) -> str | None:
-    """Return the name of FFmpeg's demuxer for encoded audio or video, by its first bytes.
-
-    Args:
-        data: Encoded bytes; the first 64 are enough.
-
-    Returns:
-        `wav`, `flac`, `ogg`, `mov` (MP4, M4A, MOV), `matroska` (also WebM) or `mp3`; None if it is
-        not a format that is read.
+    """Return the name of FFmpeg's demuxer for encoded audio or video by its first 64 bytes; None if
+    it is not a format that is read.
     """
     head = data[:_HEAD_BYTES]
     return next((name for name, each in _DEMUXERS.items() if each.match(head)), None)
 
 
 def media_kind(name: str) -> str | None:
-    """Return the kind of medium by the suffix of a file name, in upper or lower case.
-
-    Returns:
-        `audio` for .wav, .flac, .mp3, .ogg, .oga, .opus and .m4a; `video` for .mp4, .webm, .mkv,
-        .mov and .m4v; None for another suffix.
-    """
+    """Return `audio` or `video` by the suffix of a file name, in upper or lower case, or None."""
     name = name.lower()
     if name.endswith(AUDIO_SUFFIXES):
         return "audio"

@@ -61,14 +61,8 @@ class Scene(NamedTuple):
 
 
 def generate_clips(out: Path) -> Path:
-    """Return the JSONL file of the sample clips, which are generated if they do not exist.
-
-    Args:
-        out: Folder in which the set gets a folder named by its version, such as `v2`.
-
-    Returns:
-        Path of sample-av.jsonl, whose rows have `id`, `video` (path relative to this file), `texts`
-        ({"text", "t0_s", "t1_s"}, start and end in seconds) and `split` (`train` or `test`).
+    """Return the JSONL file of the sample clips, which are generated in a folder of `out` if they
+    do not exist.
 
     Raises:
         UsageError: `out` is not writable, or the extra `media` is not installed.

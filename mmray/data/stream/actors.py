@@ -61,14 +61,11 @@ def rank_blocks(
 ) -> RankBlocks:
     """Start the decode actors of this process's rank, and return its blocks.
 
-    A decode actor is a Ray actor that reads and decodes rows. A block has the rows that one actor
-    decodes at a time.
-
     Args:
         block_mb: Maximum size of a block in MB; blocks are smaller if the object store is small.
         notify: Called with one line of text for the log.
-        must_yield: Called without arguments; returns whether another job waits for resources of the
-            cluster. While it does, the rank keeps only its minimum number of actors.
+        must_yield: Returns whether another job waits for resources of the cluster. While it does,
+            the rank keeps only its minimum number of actors.
     """
     stores = object_stores()
     own_node = str(ray.get_runtime_context().get_node_id())
@@ -144,14 +141,8 @@ def _future_of(
 
 
 class ActorPool:
-    """The decode actors (Ray actors that read and decode rows) of a rank, as a pool of processes
-    for OrderedMap, which submits the numbers of blocks to them.
-
-    Ray ends them with the rank.
-
-    `workers` are the actors; `submit(number, careful)` of each returns a future of a Decoded, with
-    the arrays of the block by column. With `careful` the actor decodes each image in a child
-    process first, because the block may have crashed another actor.
+    """The decode actors of a rank, as a pool of processes for OrderedMap; Ray ends them with the
+    rank.
 
     Args:
         decoder: Decodes a block by its number; pickled once for all actors.
@@ -159,9 +150,7 @@ class ActorPool:
         own_node: ID of the rank's node.
         share_bytes: Bytes of the node's object store for blocks of this rank.
         notify: Called with one line of text for the log.
-        must_yield: Called without arguments; returns whether another job waits for resources of the
-            cluster. While it does, the rank keeps its minimum number of actors.
-        rank: The global rank of this process.
+        must_yield: As for `rank_blocks`.
     """
 
     def __init__(
@@ -203,39 +192,24 @@ class ActorPool:
 
     @property
     def workers(self) -> list[_Actor]:
-        """The decode actors (which read and decode rows) that have started and are not known to be
-        lost.
-        """
         return [actor for actor in self._actors if actor.node]
 
     @property
     def max_in_flight(self) -> int:
-        """Largest number of blocks (rows that one actor decodes at a time) that are requested and
-        not yet returned.
-        """
         return min(self._max_blocks, self._blocks_to_request(len(self.workers)))
 
     def _blocks_to_request(self, num_actors: int) -> int:
         return max(2 * num_actors, self._blocks.blocks_per_step) + 1
 
     def node_limit(self, node: str) -> int:
-        """Return the largest number of blocks (rows that one actor decodes at a time) of this rank
-        in the object store of a node.
-        """
         return self._node_limits[node]
 
     def is_lost_worker(self, error: BaseException) -> bool:
         # Errors of the decoder itself are no RayErrors: `_future_of` unwraps them.
-        """Return whether an error means that an actor was lost, not that decoding failed."""
         return isinstance(error, ray.exceptions.RayError)
 
     def replace(self, worker: Any) -> None:
-        """Kill an actor that was lost. Another one is started after a delay, unless there are
-        enough.
-
-        Args:
-            worker: The lost actor, a member of `workers`.
-        """
+        """Kill a lost actor. Another one is started after a delay, unless there are enough."""
         ray.kill(worker.handle)  # it may be alive and unreachable
         if worker in self._retiring:
             self._retiring.remove(worker)
@@ -245,15 +219,11 @@ class ActorPool:
         self._notify(CRASH_NOTE.format(process=f"a decode actor on node {worker.node[:8]}"))
 
     def compute_here(self, item: int) -> Decoded:
-        """Decode a block in this process, because no actor does it in time."""
         return self._here(item, True)
 
     def update(self, waited_s: float) -> None:
         """Start and end actors, so that the rank waits little for decoded rows; at most every
         UPDATE_S (0.5) seconds.
-
-        Args:
-            waited_s: Seconds that the rank has waited for rows in total so far.
         """
         now_s = time.monotonic()
         if now_s < self._next_update_s:
@@ -273,7 +243,6 @@ class ActorPool:
                 self._actors.append(self._start(now_s))
 
     def kill(self) -> None:
-        """Kill all actors at once, and start no further ones."""
         self.close()
 
     def close(self) -> None:

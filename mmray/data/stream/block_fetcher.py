@@ -20,14 +20,8 @@ Request = tuple[SamplePlan, list[np.ndarray]]
 class BlockFetcher:
     """Fetches rows that will be needed later into the cache of the node, in a background thread.
 
-    Rows are fetched in shuffle blocks (adjacent rows of the set). The thread starts with the first
-    request. An instance is cheap to pickle; the copy has a thread of its own.
-
-    `request(plan, positions, in_first_window)` takes the positions of the sample order that are
-    read now, and returns at once; the rows that are read one shuffle window later are fetched.
-
-    Args:
-        prepared: A set or mixture that has a cache.
+    The thread starts with the first request. An instance is cheap to pickle; the copy has a thread
+    of its own.
     """
 
     def __init__(self, prepared: PreparedSet | PreparedMixture) -> None:
@@ -38,15 +32,10 @@ class BlockFetcher:
         return BlockFetcher, (self._prepared,)
 
     def request(self, plan: SamplePlan, positions: np.ndarray, in_first_window: bool) -> None:
-        """Let a thread copy into the cache what the run reads one shuffle window after these
-        positions.
+        """Fetch the shuffle blocks that the run reads one window after these positions (int64 [P],
+        without PADDING).
 
-        With a block shuffle, rows are shuffled within a window of shuffle blocks, so whole ones are
-        copied. Errors are ignored here; the process that reads these rows raises them.
-
-        Args:
-            positions: The positions in the sample order that are read now, int64 [P], without
-                PADDING (-1). Position n is the n-th row that the run takes.
+        Errors are ignored here; the process that reads these rows raises them.
         """
         if self._requests is None:
             self._requests = SimpleQueue()

@@ -11,13 +11,12 @@ NO_LABEL = -1  # label of a row or a box without one
 
 
 def join_blocks(parts: Sequence[Block], pixels: np.ndarray | None = None) -> Block:
-    """Concatenate the rows of several blocks (arrays of rows by column).
+    """Concatenate the rows of several blocks with the same columns.
+
+    Arrays with two dimensions [R, T], such as token ids, are padded with zeros to the largest T.
 
     Args:
-        parts: At least one block {column name: array [R, ...]}, all with the same columns. Arrays
-            with two dimensions [R, T], such as token ids, are padded with zeros to the largest T.
-        pixels: Memory for the column `image` of the result, uint8 [all rows, 3, S, S]; None: new
-            memory.
+        pixels: Memory for the column `image` of the result; None: new memory.
 
     Returns:
         One block with all rows; if there is only one part, the part itself.
@@ -38,14 +37,7 @@ def _concatenate(columns: list[np.ndarray], out: np.ndarray | None) -> np.ndarra
 
 
 def pad_columns(rows: np.ndarray, width: int) -> np.ndarray:
-    """Append zeros to the second dimension of an array, if it is shorter than `width`.
-
-    Args:
-        rows: Array [R, T].
-
-    Returns:
-        Array [R, max(T, width)].
-    """
+    """Append zeros to the second dimension of an array [R, T], if it is shorter than `width`."""
     if rows.shape[1] >= width:
         return rows
     return np.pad(rows, ((0, 0), (0, width - rows.shape[1])))

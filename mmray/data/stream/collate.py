@@ -20,13 +20,8 @@ NumpyBatch = dict[str, np.ndarray]
 
 
 def is_flat(batch: Batch) -> bool:
-    """Return whether a micro-batch cannot be sliced by row, because its tensors join all rows.
-
-    True for the micro-batches of a vision-language model, whose tokens and pixels are those of all
-    valid rows together.
-
-    Args:
-        batch: Tensors by column; a flat one has `target_index`.
+    """Return whether a micro-batch cannot be sliced by row, because its tensors join all rows, as
+    those of a vision-language model do.
     """
     return "target_index" in batch
 
@@ -72,8 +67,6 @@ class PixelMemory:
 
     New memory for each step would cost a page fault every 4 KiB.
 
-    `get(use, shape)` returns an array uint8 of this shape with arbitrary content.
-
     Args:
         pin: Use page-locked (pinned) memory, from which copies to a GPU are faster.
     """
@@ -83,14 +76,8 @@ class PixelMemory:
         self._memory: dict[str, torch.Tensor] = {}
 
     def get(self, use: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Return memory for pixels, which is reused by later calls.
-
-        Args:
-            use: Any name; calls with the same name return the same memory, or larger memory if the
-                shape needs it.
-
-        Returns:
-            Array uint8 of this shape with arbitrary content.
+        """Return an array uint8 of a shape with arbitrary content; later calls with the same name
+        of a use get the same memory.
         """
         num_bytes = math.prod(shape)
         memory = self._memory.get(use)
@@ -175,14 +162,7 @@ def _batch(
 
 
 def extra_tensors(rows: NumpyBatch, extra: Sequence[ExtraColumns]) -> Batch:
-    """Return the columns of a micro-batch that only some models have, such as boxes.
-
-    Args:
-        rows: Arrays [B, ...] by column for the rows of the micro-batch, as `RowReader.read_block`
-            returns them.
-        extra: Objects that compute such columns, BoxColumns or ClipColumns: `to_batch(rows)` of
-            each returns arrays [B, ...] by name.
-    """
+    """Return the columns of a micro-batch that only some models have, such as boxes."""
     return {
         name: torch.from_numpy(column)
         for columns in extra
@@ -191,14 +171,8 @@ def extra_tensors(rows: NumpyBatch, extra: Sequence[ExtraColumns]) -> Batch:
 
 
 def token_columns(ids: np.ndarray, num_tokens: np.ndarray) -> Batch:
-    """Return the token columns of a micro-batch.
-
-    Args:
-        ids: Right-padded token ids [B, T] of any integer type.
-        num_tokens: Number of tokens of each row, without padding [B].
-
-    Returns:
-        `input_ids` int64 [B, T], and `attention_mask` int64 [B, T]: 1 for tokens, 0 for padding.
+    """Return `input_ids` and `attention_mask` (1 for tokens), int64 [B, T], of right-padded token
+    ids [B, T] and the numbers of tokens of the rows [B].
     """
     mask = torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]
     return {"input_ids": torch.from_numpy(ids.astype(np.int64)), "attention_mask": mask.long()}

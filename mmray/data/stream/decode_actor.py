@@ -11,16 +11,7 @@ from mmray.data.stream.slots import LentSlot
 
 
 class DecodeActor:
-    """A Ray actor that reads and decodes the rows that a rank requests.
-
-    `decode(number, careful, slot)` returns a Decoded: `block`, arrays of R rows by column as the
-    reader's `read_block` returns them, and `crashed`, whether an image crashed its decoder. With
-    `careful` each image is decoded in a child process first; `slot` is a part of shared memory
-    for the pixels, or None.
-
-    Args:
-        decoder: Decodes a block (some rows of the rank) by its number.
-    """
+    """A Ray actor that decodes the blocks that a rank requests."""
 
     def __init__(self, decoder: BlockDecoder) -> None:
         self._decoder = decoder
@@ -30,11 +21,11 @@ class DecodeActor:
         return str(ray.get_runtime_context().get_node_id())
 
     def decode(self, number: int, careful: bool, slot: LentSlot | None) -> Decoded:
-        """Read and decode a block: the rows that this actor decodes at a time.
+        """Read and decode a block.
 
         Args:
-            slot: Part of shared memory for the pixels, which the rank lends if it is on this node;
-                None: the pixels are returned through Ray's object store.
+            slot: Shared memory for the pixels, which the rank lends if it is on this node; None:
+                the pixels are returned through Ray's object store.
         """
         pixels = None
         if slot is not None:

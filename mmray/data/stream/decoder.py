@@ -24,12 +24,10 @@ LARGEST_ARRAY = 31 << 20  # bytes; glibc's limit is 32 MiB
 
 
 class Decoded(NamedTuple):
-    """Some decoded rows (a block).
+    """A decoded block.
 
     Args:
-        block: Arrays of R rows by column, those of `RowReader.read_block` or
-            `ConversationReader.read_block`: `valid` bool [R], `pos` int64 [R] and the others that
-            these list.
+        block: The columns of the reader's `read_block`.
         crashed: Whether an image ended the child process that decoded it.
     """
 
@@ -38,17 +36,9 @@ class Decoded(NamedTuple):
 
 
 class BlockDecoder:
-    """Function object that decodes blocks (the rows that are decoded at a time) by number, in a
-    data process.
-
-    It is called with (number, careful, pixels) and returns a Decoded: `block`, arrays of R rows by
-    column as the reader's `read_block` returns them, and `crashed`, whether an image crashed its
-    decoder. With `careful` each image is decoded in a child process first. `pixels` is memory for
-    the images, uint8 [at least R, 3, S, S], or None; with it the block has no column `image`.
+    """Function object that decodes blocks by number, in a data process.
 
     Args:
-        reader: Reads and encodes rows of the training set.
-        blocks: Which rows each block has, by their positions in the sample order.
         slots: Memory for the pixels of all blocks, shared with the training process; blocks then
             have no column `image`. None: `pixels` of the call, or new memory for each block.
     """
@@ -68,14 +58,10 @@ class BlockDecoder:
         """Read and decode a block.
 
         Args:
-            number: Number of the block in `blocks`.
             careful: Decode each image in a child process first, to find one that crashes its
                 decoder.
             pixels: Memory for the pixels of at least its rows; the block then has no column
                 `image`. None: new memory, or that of `slots`.
-
-        Returns:
-            The block as `reader.read_block` returns it, and whether an image crashed.
         """
         _keep_freed_memory()
         if careful and self._subprocess_decoder is None:

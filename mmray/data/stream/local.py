@@ -30,21 +30,17 @@ MAX_CRASHES = 5
 
 
 class LocalBlocks(RankBlocks):
-    """The rows of a worker without Ray, decoded by child processes (data processes).
+    """The blocks of a worker without Ray, decoded by child processes.
 
-    Iterating yields blocks in sample order: dicts of arrays of R rows with the columns that
-    `read_block` of the reader returns. A block has all rows of one or more steps. Its pixels are
-    valid until the next one is requested: then a data process may overwrite them. The processes
-    start at once. Iterating raises ResourceError if they keep dying.
+    A block has all rows of one or more steps. Its pixels are valid until the next one is requested:
+    then a data process may overwrite them. The processes start at once. Iterating raises
+    ResourceError if they keep dying.
 
     Args:
-        reader: Reads and encodes rows of the training set.
         start: The sample order, and the first step that the workers take.
         block_mb: About how many MB one process decodes at a time. This may be a part of the rows of
             a step.
-        num_processes: Number of data processes.
         warn: Called with one line of text for the log if a process died.
-        rank: Rank of the worker.
     """
 
     def __init__(
@@ -86,9 +82,7 @@ class LocalBlocks(RankBlocks):
 
     @property
     def pixels(self) -> np.ndarray | None:
-        """The shared memory with the pixels of all decoded rows, uint8 [slots, rows, 3, S, S].
-
-        The memory is divided into slots; each has the rows that a process decodes at a time. None
+        """The shared memory with the pixels of all decoded rows, uint8 [slots, rows, 3, S, S]; None
         if rows have pixels of different shapes.
         """
         return None if self._slots is None else self._slots.pixels

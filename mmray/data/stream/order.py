@@ -41,15 +41,8 @@ def splitmix64(value: np.ndarray) -> np.ndarray:
 def permute(index: np.ndarray, size: int | np.ndarray, shuffle_key: np.ndarray) -> np.ndarray:
     """Permute the numbers 0..size-1 pseudo-randomly, and return the new number of each index.
 
-    It is a Feistel network over Z_a x Z_b with a * b >= size, so no permutation is stored.
-
-    Args:
-        index: Indices below `size`, uint64 [P].
-        size: How many numbers are permuted; one for all indices, or uint64 [P].
-        shuffle_key: Key that selects the permutation of each index, uint64 [P].
-
-    Returns:
-        uint64 [P]. Different indices of one key and size get different numbers.
+    It is a Feistel network over Z_a x Z_b with a * b >= size, so no permutation is stored. `size`
+    is one for all indices, or like `index` and `shuffle_key` uint64 [P].
     """
     return _cycle_walk(_feistel, index, size, shuffle_key)
 
@@ -60,15 +53,7 @@ def permute_blocks(
     """Permute blocks of adjacent numbers of 0..size-1; the order inside a block is kept.
 
     The last block may be shorter. Indices that would be mapped to a row that it lacks are mapped
-    again, to another block.
-
-    Args:
-        index: Indices below `size`, uint64 [P].
-        shuffle_key: Key that selects the permutation, uint64 [P].
-        rows_per_block: Rows of a block; 1 permutes single rows.
-
-    Returns:
-        The row of each index, uint64 [P].
+    again, to another block. All arrays are uint64 [P].
     """
     if rows_per_block == 1:
         return permute(index, size, shuffle_key)
@@ -131,8 +116,6 @@ class BlockShuffle:
     slice, the rows of a window of blocks are permuted. So the ranks of a node, whose columns are
     adjacent, read their own slices, whatever the number of workers is.
 
-    `epoch_index(positions, ...)` returns which row of the shuffled list each position takes.
-
     Args:
         lanes: Number of lanes.
         rows_per_block: Adjacent rows of a block.
@@ -150,24 +133,13 @@ class BlockShuffle:
     def epoch_index(
         self, positions: np.ndarray, num_rows: int, global_batch_size: int, shuffle_key: np.ndarray
     ) -> np.ndarray:
-        """Return which row of an epoch each position of the sample order takes, with blocks in
-        permuted order.
-
-        Imagine all rows of an epoch listed block after block (ranges of adjacent rows), with the
-        blocks in permuted order. The result is an index in this list; `permute_blocks` with the
-        same key maps it to a row of the set.
-
-        A run counts positions through all of its epochs: position p is in epoch p // num_rows, and
-        in step p // global_batch_size at place p % global_batch_size. The places of a step are
-        divided evenly into `lanes` ranges. The positions whose places are in the first range take
-        the first slice of the list in the course of the epoch, those of the second range the next
-        slice, and so on. They take their slice window after window (about `blocks_per_window`
-        blocks), and the rows of each window in random order.
+        """Return which row of an epoch each position of the sample order takes, in a list of all
+        rows with the blocks in permuted order; `permute_blocks` with the same key maps it to a row
+        of the set.
 
         Args:
             positions: Positions in the run, int64 [P], not negative.
             num_rows: Number of rows of an epoch.
-            global_batch_size: Number of rows of a step, over all workers.
             shuffle_key: Key of the epoch of each position, uint64 [P].
 
         Returns:
@@ -213,15 +185,8 @@ def _even_part(
 def hash_choice(
     seed: int, pass_index: np.ndarray, row_hash: np.ndarray, num_choices: np.ndarray
 ) -> np.ndarray:
-    """Choose one of several alternatives for each row, such as one of its captions.
-
-    The choice is a pure function of the first three arguments. All arrays are int64 [R].
-
-    Args:
-        num_choices: Number of alternatives of each row, at least 1.
-
-    Returns:
-        A number in 0..num_choices-1 for each row.
+    """Return one of `num_choices` alternatives for each row, a pure function of the other
+    arguments, int64 [R].
     """
     return (_sample_hash(seed, pass_index, row_hash) % num_choices.astype(np.uint64)).astype(
         np.int64
@@ -229,12 +194,8 @@ def hash_choice(
 
 
 def weighted_choice(seed: int, pass_index: int, row_hash: int, weights: Sequence[float]) -> int:
-    """Choose one of several alternatives for a row with frequencies in proportion to their weights.
-
-    The choice is a pure function of the arguments.
-
-    Args:
-        weights: Weight of each alternative, above 0; the sum is arbitrary.
+    """Return an alternative for a row, with frequencies in proportion to their weights (above 0); a
+    pure function of the arguments.
     """
     hashed = _sample_hash(seed, np.array([pass_index]), np.array([row_hash]))
     uniform = float(hashed[0] >> np.uint64(11)) * 2.0**-53
@@ -243,12 +204,7 @@ def weighted_choice(seed: int, pass_index: int, row_hash: int, weights: Sequence
 
 
 def hash_uniform(seed: int, pass_index: np.ndarray, row_hash: np.ndarray, count: int) -> np.ndarray:
-    """Return pseudo-random numbers for each row, which are a pure function of the first three
-    arguments.
-
-    Args:
-        pass_index: How often the run has taken each row before, int64 [R].
-        row_hash: Hash of the key (name) of each row, int64 [R].
+    """Return pseudo-random numbers for each row, a pure function of the first three arguments.
 
     Returns:
         float64 [R, count], uniform in [0, 1).
@@ -269,14 +225,11 @@ def interleave(components: tuple[MixtureComponent, ...], positions: np.ndarray) 
     """Spread the rows of each set of a mixture evenly over an epoch.
 
     Args:
-        components: The sets of the mixture; `per_epoch` of each is how many rows of an epoch are
-            from it.
         positions: Places in the epoch, int64 of any shape, below the sum of `per_epoch`.
 
     Returns:
-        int64 in the same shape: which row each place gets. 0, 1, ... are the first, second, ... row
-        that the epoch takes of the first set, up to its `per_epoch`; the numbers of the next set
-        follow. Any range of places has about the same proportions of the sets.
+        int64 in the same shape: the row that each place gets, numbered set by set, up to
+        `per_epoch` of each. Any range of places has about the same proportions of the sets.
     """
     epoch_index = np.empty(positions.size, np.int64)
     remaining = np.arange(positions.size)
@@ -302,17 +255,12 @@ class SamplePlan:
     A position counts the rows that a run takes, over all workers and through all epochs: position p
     is in step p // global_batch_size and in epoch p // num_rows.
 
-    `positions(step, rank)` returns the positions of a rank's rows in a step, int64 [rank_rows], and
-    `row_ids_at(positions)` the rows of the set that they take.
-
     Args:
         num_rows: Rows of an epoch.
         global_batch_size: Rows of a step, over all workers.
         seed: Seed of the shuffle.
         steps: Steps of the run.
-        shuffle: Whether rows are shuffled.
-        components: Sets of a mixture, each with its number of rows and `per_epoch`, how many rows
-            of an epoch are from it; these add up to `num_rows`. Empty for one set.
+        components: Sets of a mixture, whose `per_epoch` add up to `num_rows`. Empty for one set.
         block_shuffle: Shuffle of blocks of adjacent rows; None: full shuffle.
     """
 
@@ -327,57 +275,34 @@ class SamplePlan:
 
     @property
     def rank_rows(self) -> int:
-        """Number of rows of one rank in a step, including padding: global_batch_size / world_size,
-        rounded up.
-        """
+        """Number of rows of one rank in a step, including padding."""
         return -(-self.global_batch_size // self.world_size)
 
     def rows_start(self, step: int) -> int:
-        """Return the position of the first row of a step: the number of rows of all steps before
-        it.
-
-        Args:
-            step: Number of the step, from 0.
-        """
+        """Return the position of the first row of a step."""
         return step * self.global_batch_size
 
     def positions(self, step: int, rank: int) -> np.ndarray:
-        """Return the positions of a rank's rows in a step.
-
-        Args:
-            step: Number of the step, from 0.
-
-        Returns:
-            Positions in the sample order, int64 [rank_rows]; PADDING (-1) follows if the rank has
-            fewer rows.
+        """Return the positions of a rank's rows in a step, int64 [rank_rows]; PADDING (-1) follows
+        if the rank has fewer rows.
         """
         index = np.arange(rank * self.rank_rows, (rank + 1) * self.rank_rows)
         return np.where(index < self.global_batch_size, self.rows_start(step) + index, PADDING)
 
     def row_ids_at(self, positions: np.ndarray) -> np.ndarray:
-        """Return which row of the set each position of the sample order takes.
-
-        A position counts the rows that the run takes before, over all workers and epochs.
-
-        Args:
-            positions: Positions, int64 [P]; PADDING (-1) for none.
-
-        Returns:
-            Row numbers int64 [P], PADDING for PADDING. The rows of a mixture are numbered set by
-            set.
-        """
+        """Return the first value of `row_ids_and_pass_indices_at`."""
         return self.row_ids_and_pass_indices_at(positions)[0]
 
     def row_ids_and_pass_indices_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return which row of the set each position takes, and how often that row was taken before.
 
         Args:
-            positions: Positions in the sample order, int64 [P]; PADDING (-1) for none.
+            positions: int64 [P]; PADDING (-1) for none.
 
         Returns:
             Row numbers int64 [P], PADDING for PADDING; the rows of a mixture are numbered set by
-            set. And how often each row was taken before its position, int64 [P], 0 for PADDING; it
-            seeds the augmentation.
+            set. And how often each row was taken before, int64 [P], 0 for PADDING; it seeds the
+            augmentation.
         """
         known = np.maximum(positions, 0)
         epoch, index = np.divmod(known, self.num_rows)
@@ -398,17 +323,9 @@ class SamplePlan:
         return np.where(positions >= 0, rows, PADDING), np.where(positions >= 0, pass_index, 0)
 
     def one_window_later(self, positions: np.ndarray) -> np.ndarray:
-        """Return the positions whose rows a reader should fetch ahead while it reads these.
-
-        With a block shuffle, rows are shuffled in a window of blocks of adjacent rows. The result
-        are the positions one window later, so their rows are in the blocks of the next window.
-        Positions after the end of the run are left out.
-
-        Args:
-            positions: Positions in the sample order, int64 [P], or PADDING (-1).
-
-        Returns:
-            int64, at most P. Empty for a full shuffle, because all of its rows are far apart.
+        """Return the positions whose rows a reader should fetch ahead while it reads these: those
+        one window later, up to the end of the run. Empty for a full shuffle, whose rows are far
+        apart.
         """
         if self.block_shuffle is None or not self.shuffle:
             return positions[:0]
@@ -418,10 +335,7 @@ class SamplePlan:
     @property
     def window_positions(self) -> int:
         """Number of rows of the run, in whole steps, after which a block shuffle reaches its next
-        window.
-
-        A window has several blocks of adjacent rows, whose rows are shuffled. Without a block
-        shuffle, it is the number of rows of an epoch.
+        window; of a full shuffle that of an epoch.
         """
         if self.block_shuffle is None or not self.shuffle:
             return self.num_rows
@@ -470,14 +384,10 @@ class SamplePlan:
 class BlockPlan:
     """Which rows of the sample order each block of a stream has.
 
-    A block has the rows that a data process decodes at a time: one rank's rows of several steps, or
-    a part of its rows of one step. (Shuffle blocks are something else.) Blocks are assigned to the
-    ranks in turn. One of `steps_per_block` and `blocks_per_step` is 1.
-
-    `positions(block)` returns the positions of the rows of a block, int64 [R].
+    A block has one rank's rows of several steps, or a part of its rows of one step. Blocks are
+    assigned to the ranks in turn. One of `steps_per_block` and `blocks_per_step` is 1.
 
     Args:
-        plan: The rows of each step.
         first_step: The first step of the stream.
         steps_per_block: Steps whose rows a block has.
         blocks_per_step: Blocks into which the rows of one rank in a step are divided.
@@ -490,8 +400,7 @@ class BlockPlan:
 
     @classmethod
     def sized(cls, plan: SamplePlan, first_step: int, row_bytes: int, block_mb: float) -> BlockPlan:
-        """Divide a rank's rows into blocks of about a given size, each decoded in one call of a
-        data process.
+        """Divide a rank's rows into blocks of about a given size.
 
         A block has all rows of one or more steps if they fit into the size. Otherwise the rows of a
         step are divided into equal blocks, which may have down to a quarter of the size; if there
@@ -499,10 +408,6 @@ class BlockPlan:
 
         Args:
             row_bytes: Approximate bytes of a row in a block.
-
-        Returns:
-            A BlockPlan: it numbers the blocks of all ranks, and gives the positions of the sample
-            order of each. `steps_per_block` or `blocks_per_step` is above 1 to fit the size.
         """
         fitting_rows = max(1, int(block_mb * 1e6 / row_bytes))
         if fitting_rows >= plan.rank_rows:
@@ -515,24 +420,15 @@ class BlockPlan:
 
     @property
     def count(self) -> int:
-        """Number of blocks of all ranks; a block has the rows that a data process decodes at a
-        time.
-        """
+        """Number of blocks of all ranks."""
         groups = -(-(self.plan.steps - self.first_step) // self.steps_per_block)
         return groups * self.blocks_per_step * self.plan.world_size
 
     def positions(self, block: int) -> np.ndarray:
-        """Return the positions in the sample order of the rows of a block.
+        """Return the positions of the rows of a block, int64 [R], or PADDING (-1).
 
-        A position counts the rows that the run takes before, over all workers and epochs.
-
-        Args:
-            block: Number of the block (the rows that a process decodes at a time); block b belongs
-                to rank b % world_size.
-
-        Returns:
-            Positions int64 [R], or PADDING (-1). R is equal for the blocks of all ranks for the
-            same steps.
+        Block b belongs to rank b % world_size. R is equal for the blocks of all ranks for the same
+        steps.
         """
         group, rank = divmod(block, self.plan.world_size)
         group, slice_index = divmod(group, self.blocks_per_step)

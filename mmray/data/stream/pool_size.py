@@ -34,8 +34,8 @@ class DecoderLimits:
             the rank. Further actors reserve a CPU each.
         minimum: Smallest number of actors, with which the rank starts.
         maximum: Largest number of actors.
-        label_selector: Labels of the nodes that may have actors with a CPU of their own, such as
-            {"mmray/role": "data"}; {}: any node.
+        label_selector: Labels of the nodes that may have actors with a CPU of their own; {}: any
+            node.
     """
 
     reserved: int
@@ -55,10 +55,7 @@ class _Window:
 
 
 class PoolSize:
-    """Chooses the number of data processes (which read and decode rows) of a rank.
-
-    The rank calls `update` regularly with the time, the seconds that it has waited for rows and the
-    number of running processes; `target` is the decision.
+    """Chooses the number of data processes of a rank, which calls `update` regularly.
 
     Args:
         minimum: Smallest number of processes, with which the rank starts.
@@ -88,7 +85,7 @@ class PoolSize:
         must_yield: bool,
         is_contested: Callable[[], bool],
     ) -> None:
-        """Choose `target`, the number of processes that read and decode rows for the rank, again.
+        """Choose `target` again.
 
         It grows if the rank has waited for rows in more than 5 % of the last 5 s, and shrinks if it
         has waited in less than 1 % of the last 60 s (a time that doubles when shrinking was a
@@ -101,8 +98,8 @@ class PoolSize:
             num_running: Number of processes that have started. The target does not grow before all
                 requested processes run.
             must_yield: Whether another run waits for resources. If so, the target is the minimum.
-            is_contested: Called without arguments, at most once in 60 s; returns whether processes
-                of other ranks wait for CPUs that these have.
+            is_contested: Returns whether processes of other ranks wait for CPUs that these have;
+                called at most once in 60 s.
         """
         was_idle = now_s - self._updated_s > IDLE_S
         self._updated_s = now_s

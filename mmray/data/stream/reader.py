@@ -50,15 +50,8 @@ T = TypeVar("T")
 class SetReader(ABC):
     """Reads the rows of a prepared set in the sample order; base of the readers of model inputs.
 
-    Cheap to pickle; files are opened on first use.
-
-    A subclass implements `encode_row(row)`, which returns the inputs of the model for a stored row
-    or raises an error of `row_errors`, and `read_block(plan, positions)`, which returns arrays [R,
-    ...] by column of the rows at R positions of the sample order.
-
-    Args:
-        prepared: The set or mixture.
-        max_pixels: Maximum width x height of an image.
+    Cheap to pickle; files are opened on first use. A subclass also implements `read_block(plan,
+    positions)`, which returns arrays [R, ...] by column.
 
     Attributes:
         row_errors: Types of the errors of a row that cannot be used; each has `reason`, a word, and
@@ -84,13 +77,12 @@ class SetReader(ABC):
         """Read the rows at some positions of the sample order.
 
         Args:
-            plan: The sample order of the run: which row each position takes.
-            positions: Positions in it, int64 [R]; PADDING (-1) for no row.
+            positions: int64 [R]; PADDING (-1) for no row.
 
         Returns:
-            Four values for the R positions. The rows; None for padding and for an unreadable row.
-            Row numbers in the set, int64 [R]; PADDING for padding. How often the run has taken each
-            row before, int64 [R]. The hash of the key (name) of each row, int64 [R]; 0 for no row.
+            The rows, None for padding and for an unreadable row; their numbers in the set int64
+            [R], PADDING for padding; how often the run has taken each before, int64 [R]; and the
+            hash of the key of each, int64 [R], 0 for no row.
         """
         row_ids, pass_index = plan.row_ids_and_pass_indices_at(positions)
         stored = np.flatnonzero(row_ids != PADDING)
@@ -113,15 +105,12 @@ class SetReader(ABC):
         """Choose one of the texts of each row, by the weights of `data.captions` if it has some.
 
         Args:
-            plan: The sample order of the run, with its seed.
-            rows: R rows; None for no row.
             num_texts: Number of texts of each row to choose from, at least 1.
             pass_index: How often the run has taken each row before, int64 [R].
-            row_hash: Hash of the key (name) of each row, int64 [R].
+            row_hash: Hash of the key of each row, int64 [R].
 
         Returns:
-            The index of a text for each row, always the same for the same seed, row and
-            `pass_index`; an arbitrary one for None.
+            The index of a text for each row, a pure function of seed, key and `pass_index`.
         """
         counts = np.array(num_texts, np.int64)
         chosen: list[int] = hash_choice(plan.seed, pass_index, row_hash, counts).tolist()
@@ -150,14 +139,8 @@ class SetReader(ABC):
 
     @abstractmethod
     def encode_row(self, row: Row) -> Any:
-        """Decode a stored row and compute the inputs of the model.
-
-        Args:
-            row: A stored row: its key, media, and texts or messages.
-
-        Returns:
-            The inputs of the model, in a form of the subclass: arrays [1, ...] by column in
-            RowReader, an EncodedRow in ConversationReader.
+        """Return the inputs of the model for a stored row: arrays [1, ...] by column in RowReader,
+        an EncodedRow in ConversationReader.
 
         Raises:
             Exception: The row cannot be used; one of the types in `row_errors`.
@@ -169,13 +152,12 @@ class SetReader(ABC):
         """Read a row again that could not be used, and return the reason for quarantine.jsonl.
 
         Args:
-            row_id: Number of the row in the set.
             decoder: Decodes its media in a child process first, because an image may have crashed a
                 worker.
 
         Returns:
-            The row (None if it cannot be read), the reason in a word, and a sentence. The reason is
-            `temporary` if the row can be used now.
+            The row (None if it cannot be read), the reason in a word (`temporary` if the row can be
+            used now), and a sentence.
         """
         try:
             stored = self.prepared.read(np.array([row_id]))[0]
@@ -197,17 +179,7 @@ class SetReader(ABC):
 class RowReader(SetReader):
     """Reads rows of a prepared set as inputs of a model that takes one image or one clip a row.
 
-    `read_block(plan, positions)` returns arrays by column for R positions of the sample order:
-    `image` uint8 [R, 3, S, S]; `input_ids` int32 [R, T] and `num_tokens` int32 [R]; `key`, `label`
-    (-1: none) and `pos` (the position) int64 [R]; `valid` bool [R], False for padding and
-    unreadable rows. With `max_boxes` (M) of the inputs they have `boxes` float32 [R, M, 4] (left,
-    top, right, bottom in fractions of the square image), `box_labels` int64 [R, M] and `num_boxes`
-    int32 [R], too. A model of clips has `video` uint8 [R, F, 3, S, S], `num_frames` int32 [R],
-    `audio` int16 [R, N] (mono), `num_samples` int32 [R] and `has_text` bool [R] in place of
-    `image`.
-
     Args:
-        prepared: The set or mixture.
         inputs: The `model.inputs` section.
         tokenizer_json: Content of the run's tokenizer.json.
         max_pixels: Maximum width x height of an image before it is resized.
@@ -264,22 +236,13 @@ class RowReader(SetReader):
         -1 and an empty text.
 
         Args:
-            plan: The sample order of the run: which row each position takes.
-            positions: Positions in it, int64 [R]; PADDING (-1) for no row.
+            positions: int64 [R]; PADDING (-1) for no row.
             pixels: Memory for `image`, uint8 [R, 3, S, S]; None: new memory.
 
         Returns:
-            - `image` uint8 [R, 3, S, S], for the image side S of the model; not for clips.
-            - `input_ids` int32 [R, T], padded on the right to the longest text, and `num_tokens`
-              int32 [R].
-            - `key` int64 [R], the hash of the row key; `label` int64 [R], -1 for none.
-            - `valid` bool [R]; `pos` int64 [R], the positions.
-            - For a model with boxes (`max_boxes` M): `boxes` float32 [R, M, 4] (left, top, right,
-              bottom) in fractions of the input image, `box_labels` int64 [R, M] (-1: none) and
-              `num_boxes` int32 [R].
-            - For a model of clips: `video` uint8 [R, F, 3, S, S] and `num_frames` int32 [R];
-              `audio` int16 [R, N] (mono, `model.inputs.audio_rate` samples per second) and
-              `num_samples` int32 [R]; `has_text` bool [R].
+            The columns of `row_columns`; `input_ids` int32 [R, T], padded on the right, and
+            `num_tokens` int32 [R]; `image` uint8 [R, 3, S, S], unless the model takes clips; and
+            those of its BoxColumns or ClipColumns.
         """
         rows, row_ids, pass_index, row_hash = self.read_rows(plan, positions)
         uniforms = (
@@ -359,17 +322,17 @@ def _check_media(media: Sequence[Media], decoder: SubprocessDecoder) -> None:
 def row_columns(
     rows: list[Row | None], row_hash: np.ndarray, positions: np.ndarray, valid: np.ndarray
 ) -> Block:
-    """Return the columns of some rows that every model has.
+    """Return the columns of R rows that every model has.
 
     Args:
-        rows: R rows; None for no row.
-        row_hash: Hash of the key (name) of each row, int64 [R].
+        rows: None for no row.
+        row_hash: Hash of the key of each row, int64 [R].
         positions: Their positions in the sample order, int64 [R].
         valid: Whether each row can be used, bool [R].
 
     Returns:
         `key` int64 [R], the hash, 0 for a row that is not valid; `label` int64 [R], -1 for none;
-        `valid` bool [R]; `pos` int64 [R], the positions.
+        `valid`; and `pos`, the positions.
     """
     labels = [NO_LABEL if row is None or row.label is None else row.label for row in rows]
     return {

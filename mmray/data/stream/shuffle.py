@@ -49,22 +49,14 @@ SAMPLE_ROWS = 8
 def resolve_block_shuffle(
     data: Data, sets: Sequence[PreparedSet], global_batch_size: int, num_workers: int
 ) -> BlockShuffle | None:
-    """Return how a run shuffles the rows of its sets: all with each other, or by blocks of adjacent
-    rows.
+    """Return how a run shuffles the rows of its sets: by blocks of adjacent rows, or fully (None).
 
     With `data.shuffle_blocks auto`, sets on disks (also mounted ones) and sets that fit into the
-    cache of a node (`data.local_cache`) are shuffled fully, others by blocks. The value 1 is a full
-    shuffle, and LANESxROWSxBLOCKS, such as `64x1024x4`, sets the fields of the BlockShuffle.
+    cache of a node (`data.local_cache`) are shuffled fully, others by blocks.
 
     Args:
         sets: The training sets of the run, one or those of its mixture.
-        global_batch_size: Rows of a step, over all workers.
         num_workers: Largest number of workers.
-
-    Returns:
-        A BlockShuffle: `rows_per_block`, `blocks_per_window`, and `lanes` (equal parts of the
-        global batch, each of which has its own blocks, so that a node reads a part of them). None
-        for a full shuffle, and if `data.shuffle` is False.
 
     Raises:
         UsageError: A set only refers to its images, so the folder `data.local_cache` cannot cache
@@ -96,14 +88,8 @@ def resolve_block_shuffle(
 
 
 def cached_block_rows(row_bytes: float, local_cache_gb: float) -> int:
-    """Return how many adjacent rows are fetched at once into the cache of a node.
-
-    Args:
-        row_bytes: Average bytes of a row, above 0.
-
-    Returns:
-        A multiple of RECORD_BATCH_ROWS (8), the rows of an Arrow record batch of a prepared set; at
-        least 8, also for a cache of size 0.
+    """Return how many adjacent rows are fetched at once into the cache of a node: a multiple of
+    RECORD_BATCH_ROWS, the rows of an Arrow record batch, and at least that.
     """
     preferred_bytes = min(max(MIN_BLOCK_BYTES, MIN_CACHED_ROWS * row_bytes), MAX_BLOCK_BYTES)
     max_bytes = WINDOW_FRACTION * 1e9 * local_cache_gb / MIN_BLOCKS_PER_WINDOW
@@ -145,9 +131,8 @@ def with_local_cache(
     """Return the set with the cache of `data.local_cache`, if it is on an object store.
 
     Args:
-        prepared: The set; returned unchanged if it is on a disk or is not cached.
-        shuffle: The block shuffle of the run, whose blocks (ranges of adjacent rows) are fetched
-            into the cache at once; None: a full shuffle.
+        shuffle: The block shuffle of the run, whose blocks are fetched into the cache at once;
+            None: a full shuffle.
 
     Raises:
         UsageError: The set only refers to its images, so the folder `data.local_cache` cannot cache

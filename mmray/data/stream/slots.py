@@ -19,15 +19,13 @@ import numpy as np
 
 
 class PixelSlots:
-    """Memory for pixels that the processes of a run share, divided into slots: each has room for
-    the rows that a process decodes at a time.
+    """Memory for pixels that the processes of a run share, divided into slots for the rows of a
+    block.
 
     `pixels` is the array uint8 [num_slots, rows, *pixel_shape]. An instance that is an argument of
     a new child process refers to the same memory there.
 
     Args:
-        num_slots: Number of slots.
-        rows: Rows of a slot.
         pixel_shape: Shape of the pixels of a row, (3, S, S).
     """
 
@@ -43,14 +41,12 @@ class PixelSlots:
 
     @property
     def path(self) -> str:
-        """File of the shared memory for pixels, which other processes of this user and machine can
-        open.
-        """
+        """File of the memory, which other processes of this user and machine can open."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     @property
     def inode(self) -> int:
-        """Inode number of the file at `path`, which has the shared memory for pixels."""
+        """Inode number of the file at `path`."""
         return os.fstat(self._file).st_ino
 
     def __getstate__(self) -> tuple[Any, tuple[int, ...]]:
@@ -65,10 +61,8 @@ class PixelSlots:
 
 
 class LentSlot(NamedTuple):
-    """A part (slot) of shared memory for the pixels of some rows, which another process of the same
-    node may write to until it returns its result.
-
-    `open()` returns its memory as an array uint8 [rows, *shape of the pixels of a row].
+    """A slot of shared memory that another process of the same node may write to until it returns
+    its result.
 
     Attributes:
         path: File of the shared memory, under `/proc` of the process that created it.
@@ -84,10 +78,7 @@ class LentSlot(NamedTuple):
     number: int
 
     def open(self) -> np.ndarray:
-        """Return the lent part (slot) of the shared memory for pixels, to write decoded rows to it.
-
-        Returns:
-            uint8 [rows, *shape of the pixels of a row], in the memory of the process that lent it.
+        """Return the memory of the slot, uint8 [rows, *shape of the pixels of a row].
 
         Raises:
             OSError: This process may not open it, or has no folder `/proc`.
@@ -97,19 +88,9 @@ class LentSlot(NamedTuple):
 
 
 class SlotPool:
-    """Shared memory for decoded pixels, divided into slots that a rank lends to the processes of
-    its node that decode for it.
+    """Slots of shared memory that a rank lends to the processes of its node that decode for it.
 
     Memory is used from the first write to a slot on, and those that were used last are lent first.
-
-    `lend()` returns a LentSlot, which is passed to a process that writes pixels to it;
-    `receive(slot, num_rows)` then returns them as an array without a copy, and `release(slot)`
-    frees a slot without reading it.
-
-    Args:
-        num_slots: Largest number of slots.
-        rows: Rows of a slot.
-        pixel_shape: Shape of the pixels of a row, (3, S, S).
     """
 
     def __init__(self, num_slots: int, rows: int, pixel_shape: tuple[int, ...]) -> None:
@@ -117,12 +98,10 @@ class SlotPool:
         self._free = list(reversed(range(num_slots)))
 
     def lend(self) -> LentSlot | None:
-        """Return a free part (slot) of the shared memory for decoded pixels; None if all are in
-        use.
+        """Return a free slot; None if all are in use.
 
-        The caller passes it to a process that writes pixels to it. It is in use until `release`, or
-        until the array that `receive` returned is garbage. If the process is lost, the slot is not
-        lent again, because the process may still write to it.
+        It is in use until `release`, or until the array that `receive` returned is garbage. If the
+        process is lost, the slot is not lent again, because the process may still write to it.
         """
         if not self._free:
             return None
@@ -130,12 +109,9 @@ class SlotPool:
         return LentSlot(slots.path, slots.inode, slots.pixels.shape, self._free.pop())
 
     def receive(self, slot: LentSlot, num_rows: int) -> np.ndarray:
-        """Return the pixels that a process has written to a slot (its part of the shared memory),
-        without a copy.
+        """Return the pixels that a process has written to a slot, without a copy.
 
-        Returns:
-            uint8 [R, *shape of the pixels of a row]. The slot is lent again when neither this array
-            nor a part of it is used.
+        The slot is lent again when neither this array nor a part of it is used.
         """
         pixels = self._slots.pixels[slot.number]
         # Its parts refer to this array, because it owns its memory.
@@ -144,7 +120,7 @@ class SlotPool:
         return owner.reshape(pixels.shape)[:num_rows]
 
     def release(self, slot: LentSlot) -> None:
-        """Let a slot (a part of the shared memory for pixels) be lent again, without reading it."""
+        """Let a slot be lent again, without reading it."""
         self._free.append(slot.number)
 
 

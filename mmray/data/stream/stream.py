@@ -15,17 +15,13 @@ from mmray.ordered_map import OrderedMap, Pool
 
 
 class RankBlocks(OrderedMap[int, Any]):
-    """Iterates the rows of a rank in sample order, some (a block) at a time.
+    """Iterates the blocks of a rank in sample order.
 
-    A block is a dict of arrays of R rows by column, as `RowReader.read_block` or, for a
-    vision-language model, `ConversationReader.read_block` returns it. Iterating raises the errors
-    of decoding. `close()` ends the processes.
+    Iterating raises the errors of decoding. `close()` ends the processes.
 
     Args:
         blocks: Which rows each block of all ranks has.
-        rank: The rank whose blocks are iterated.
-        pool: Processes that read and decode a block, given its number. It is closed with the
-            stream.
+        pool: Processes that decode a block, given its number. It is closed with the stream.
         late_s: Seconds after which a block is requested from another process too; None: never.
     """
 

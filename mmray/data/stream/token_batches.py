@@ -35,7 +35,6 @@ def assign_rows(
 
     Args:
         num_tokens: Tokens of each row of a step, int [R]; 0 for a row that is not used.
-        world_size: Number of ranks.
         max_tokens: Maximum number of tokens of a micro-batch.
         padded: Whether rows are padded to the longest of the micro-batch, so that its size is its
             number of rows x the longest. Otherwise they are packed, and the size is their sum.
@@ -45,7 +44,7 @@ def assign_rows(
 
     Returns:
         For each rank a list with the rows of each micro-batch: indices into `num_tokens`, int64 in
-        ascending order. Each row is in one micro-batch.
+        ascending order.
 
     Raises:
         DataError: A row has more than `max_tokens`.
@@ -163,22 +162,12 @@ class TokenPlan(SamplePlan):
     Each step has the same rows as without a limit of tokens. They are divided among the ranks and
     their micro-batches so that numbers of tokens are similar.
 
-    `positions(step, rank)` returns the positions of a rank's rows in a step, int64 [P], and
-    `micro_batch_sizes(step, rank)` how many of them each micro-batch has.
-
-    The other arguments are those of every SamplePlan: `num_rows` of an epoch, `global_batch_size`
-    of a step, `world_size`, `seed`, `steps`, `shuffle`, `components` of a mixture, and
-    `block_shuffle` (the shuffle of blocks of adjacent rows).
-
     Args:
-        num_tokens: Tokens of each row of the set, uint32 [rows of the set]; of a mixture, set by
-            set.
+        num_tokens: Tokens of each row of the set, uint32; of a mixture, set by set.
         max_row_tokens: Rows with more tokens are not used: they count as 0 tokens.
         max_tokens: `batch.tokens`, the maximum number of tokens of a micro-batch.
-        padded: Whether rows are padded to the longest of the micro-batch; otherwise they are
-            packed.
-        ranks_per_group: Number of consecutive ranks that divide their rows of a step among
-            themselves, such as the ranks of a node; None: all ranks.
+        padded: As for `assign_rows`.
+        ranks_per_group: As for `assign_rows`.
     """
 
     num_tokens: np.ndarray | MappedArray = field(compare=False)
@@ -193,14 +182,8 @@ class TokenPlan(SamplePlan):
         return np.pad(rows, (0, width - len(rows)), constant_values=PADDING)
 
     def micro_batch_sizes(self, step: int, rank: int) -> list[int]:
-        """Return the number of rows of each micro-batch of a rank in a step, including padding.
-
-        Args:
-            step: Number of the step, from 0.
-
-        Returns:
-            Sizes that add up to the number of positions that `positions(step, rank)` returns; the
-            last one includes its padding.
+        """Return the number of rows of each micro-batch of a rank in a step, the last one with
+        padding.
         """
         micro_batches, width = self._micro_batches(step, rank)
         sizes = [len(rows) for rows in micro_batches]

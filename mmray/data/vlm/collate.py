@@ -34,14 +34,6 @@ class RowCollator:
     """Function object that builds the inputs of a vision-language model for the encoded rows of a
     micro-batch.
 
-    It is called with a list of B EncodedRow, and returns a dict of tensors: `input_ids` int64, [1,
-    T] if packed, otherwise [B, T]; `targets` int64 [N], the tokens to predict, and `target_index`
-    int64 [N], the index in the flattened `input_ids` that predicts each; `target_weights` float32
-    [N]; `cu_seqlens` int32 [B + 1] if packed, the start of each row, then T; `position_ids`, if
-    packed int64 [1, T], with `rope_index` [4, 1, T] or [4, B, T] (the planes text, time, height and
-    width), otherwise none; and the inputs of the encoders of media that `join_media` returns, such
-    as `pixel_values` uint8.
-
     Args:
         family: Names and layouts of the model's inputs.
         config: transformers' config of the model, which has the ids of the tokens whose embeddings
@@ -51,9 +43,8 @@ class RowCollator:
             rank waits for another. Its gradient is zero.
         packed: Whether rows are concatenated to one sequence; otherwise they are padded on the
             right.
-        rope_index: Called with (ids, media): the token ids int64 [T] of one row and its inputs of
-            the encoders of media, tensors by name. Returns the positions int64 [3, T] (time,
-            height, width). None: positions are 0, 1, 2, ...
+        rope_index: Computes the positions int64 [3, T] (time, height, width) of a row. None:
+            positions are 0, 1, 2, ...
     """
 
     def __init__(
@@ -151,12 +142,8 @@ def with_all_media(rows: Sequence[EncodedRow], dummy: EncodedRow) -> list[Encode
 
 
 def join_media(rows: Sequence[EncodedRow]) -> Batch:
-    """Concatenate the inputs of the encoders of images, videos and audio of several rows.
-
-    Returns:
-        A tensor for each name in `images` of the rows, such as `pixel_values` [patches, values] and
-        `image_grid_thw` int64 [images, 3]: the arrays of all rows that have it, concatenated along
-        the first dimension. Other dimensions are padded with zeros to the largest size.
+    """Concatenate the inputs of the encoders of media of several rows, along the first dimension;
+    other dimensions are padded with zeros to the largest size.
     """
     names = dict.fromkeys(name for row in rows for name in row.images)
     return {
@@ -168,13 +155,7 @@ def join_media(rows: Sequence[EncodedRow]) -> Batch:
 
 
 def token_types(ids: Tensor, config: Any) -> Tensor:
-    """Return the kind of each token: int64 like the ids, 1 at image tokens and 2 at video tokens.
-
-    Args:
-        ids: Token ids, int64.
-        config: transformers' config of the model; `image_token_id` and `video_token_id` are read if
-            it has them.
-    """
+    """Return the kind of each token: int64 like the ids, 1 for images and 2 for videos."""
     types = torch.zeros_like(ids)
     for number, name in enumerate(("image_token_id", "video_token_id"), 1):
         token_id = getattr(config, name, None)
@@ -205,20 +186,13 @@ def iter_row_batches(
     """Yield the micro-batches of a rank for each step.
 
     Args:
-        blocks: This rank's rows in sample order, some at a time: arrays by column, as
-            `ConversationReader.read_block` returns them.
-        plan: The sample plan, which has the number of rows of each step.
+        blocks: This rank's rows in sample order, as `ConversationReader.read_block` returns them.
         first_step: The step of the first block.
-        rank: The global rank of this process.
-        micro_batch_size: Number of rows of a micro-batch; the last of a step may have fewer. Not
-            used with a TokenPlan, which has its own sizes.
-        collate: Builds the inputs of a micro-batch.
+        micro_batch_size: Rows of a micro-batch. Not used with a TokenPlan, which has its own sizes.
 
     Yields:
-        The micro-batches of one step. Each has `key`, `label` (-1: none) and `pos` (position in the
-        sample order, -1 for padding) int64 [R], `valid` bool [R] and `num_tokens` int32 [R] of its
-        R rows, and what `collate` returns for the valid rows only: `input_ids`, `targets`,
-        `pixel_values` and others. The iteration ends early if there are no more blocks.
+        The micro-batches of one step: ROW_COLUMNS of its R rows, and what `collate` returns for the
+        valid rows only. The iteration ends early if there are no more blocks.
     """
     steps = range(first_step, plan.steps)
     step_rows = (len(plan.positions(step, rank)) for step in steps)
@@ -242,11 +216,6 @@ def rope_index_of(config: Any) -> RopeFn:
 
     Args:
         config: transformers' config of a model that has `get_rope_index`.
-
-    Returns:
-        A function called with (ids, media): the token ids int64 [T] of a row, and its inputs of the
-        encoders of media, tensors by name such as `image_grid_thw`. It returns the positions [3,
-        T], with the planes time, height, width.
     """
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 

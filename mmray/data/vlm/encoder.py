@@ -51,12 +51,11 @@ class EncodedRow:
 
     Args:
         input_ids: Token ids int32 [T], with the placeholders of media.
-        loss_weights: float32 [T], by which the loss of each token is multiplied: 0 for tokens that
-            are no targets, and the `weight` of the message (1 if it has none) for the assistant's.
+        loss_weights: float32 [T], factors of the loss: 0 for tokens that are no targets, and the
+            `weight` of the message (1 if it has none) for the assistant's.
         images: Inputs of the encoders of images, videos and audio, under the names and in the
-            shapes of the model's processor in transformers, such as `pixel_values` and
-            `pixel_values_videos` (uint8, not normalized), `image_grid_thw`, and `input_features`
-            (log-mel spectrograms, float16). Empty without media.
+            shapes of transformers, such as `pixel_values` (uint8, not normalized), `image_grid_thw`
+            and `input_features` (log-mel spectrograms, float16). Empty without media.
     """
 
     input_ids: np.ndarray
@@ -70,10 +69,8 @@ class MediaSize(NamedTuple):
     Args:
         width: Upright width in pixels; 0 for audio.
         height: Upright height in pixels; 0 for audio.
-        times_s: Times of the frames of a video in seconds from its start, ascending; () for an
-            image and for audio.
-        samples: Number of samples of audio, at the rate of the model's processor
-            (`ProcessorEncoder.audio_rate`); 0 for others.
+        times_s: Times of the frames of a video in seconds from its start, ascending; () for others.
+        samples: Number of samples of audio, at `ProcessorEncoder.audio_rate`; 0 for others.
     """
 
     width: int = 0
@@ -83,12 +80,8 @@ class MediaSize(NamedTuple):
 
 
 def encoder_arguments(inputs: Any) -> dict[str, Any]:
-    """Return the limits that the section `model.inputs` sets, as keyword arguments of
-    ProcessorEncoder.
-
-    Args:
-        inputs: The section as an object with the settings as attributes; one that an older version
-            exported may lack settings.
+    """Return the limits of the section `model.inputs` as arguments of ProcessorEncoder; a section
+    that an older version exported may lack settings.
     """
     return {name: getattr(inputs, name) for name in _INPUT_SETTINGS if hasattr(inputs, name)}
 
@@ -96,31 +89,24 @@ def encoder_arguments(inputs: Any) -> dict[str, Any]:
 class ProcessorEncoder:
     """Encodes conversations with the processor of a model.
 
-    `encode(messages, media)` takes messages {"role": "system" | "user" | "assistant", "content":
-    a text or a list of parts}, and the decoded images, videos and audio of these parts. It returns
-    an EncodedRow: `input_ids` int32 [T], `loss_weights` float32 [T] (0 but for the assistant's
-    tokens), and `images`, the inputs of the encoders of media by name.
-
     Args:
         weights: Folder saved by transformers, or a name of the Hugging Face Hub.
         max_tokens: Maximum number of tokens of a row. Longer rows are errors, because cutting one
             may cut an image.
         max_pixels: Maximum width x height of an image after resizing; None: the processor's
-            default.
-        min_pixels: Minimum width x height of an image after resizing; None: the processor's
-            default.
+            default, as for the next one and `frame_pixels`.
+        min_pixels: Minimum width x height of an image after resizing.
         frames: Most frames of a video; 0: rows with videos are errors.
         frame_rate: Frames per second of a video, unless they would be more than `frames`.
-        frame_pixels: Maximum width x height of a frame after resizing; None: the processor's
-            default.
+        frame_pixels: Maximum width x height of a frame after resizing.
         without_torch: Do not import torch, in a process that will not need it.
 
     Attributes:
         config: Content of the model's config.json.
         kinds: Kinds of media that a row may have, of `image`, `video` and `audio`.
         tokenizer: The tokenizer of transformers.
-        reserved_tokens: Tokens that start or end a turn or are part of a medium. They are removed
-            from texts and from answers; other special tokens, such as those of boxes, stay.
+        reserved_tokens: Tokens that start or end a turn or are part of a medium; other special
+            tokens, such as those of boxes, stay in texts and answers.
 
     Raises:
         UsageError: The model is not supported, takes no videos, or has no usable chat template.
@@ -218,12 +204,8 @@ class ProcessorEncoder:
         """Encode one row for training, without `reserved_tokens` in the texts of its messages.
 
         Args:
-            messages: Messages {"role": "system" | "user" | "assistant", "content": ...}, where the
-                content is a text or a list of parts {"type": "image" | "video" | "audio"} and
-                {"type": "text", "text": "..."}.
-            media: RGB images of PIL or uint8 [H, W, 3], `Clip`s of videos (frames uint8 [F, H, W,
-                3] and their times in seconds), and mono audio int16 [N] with as many samples per
-                second as this object's `audio_rate`: one for each part of its kind, in order.
+            media: One for each part of its kind, in order: RGB images of PIL or uint8 [H, W, 3],
+                `Clip`s of videos, and mono audio int16 [N] of `audio_rate` samples per second.
             targets: Which tokens of the assistant are targets.
 
         Raises:
@@ -261,29 +243,20 @@ class ProcessorEncoder:
         return EncodedRow(input_ids, weights, self._media_columns(inputs))
 
     def encode_dummy(self) -> EncodedRow:
-        """Encode a prompt without targets, with one small blank medium of each kind that the model
-        takes.
+        """Encode a prompt with one small blank medium of each kind that the model takes.
 
         It is added to a micro-batch that lacks a kind, so that the vision encoder always runs
         equally often.
-
-        Returns:
-            An EncodedRow: `input_ids` int32 [T], `loss_weights` float32 [T], 0 everywhere, and
-            `images`, the inputs of the vision encoder by name, such as `pixel_values`.
         """
         parts = [{"type": kind} for kind in self.kinds]
         blanks = [self.blank(kind, side=28, length_s=0.1) for kind in self.kinds]
         return self.encode_prompt([{"role": "user", "content": parts}], blanks)
 
     def blank(self, kind: str, side: int, length_s: float) -> Any:
-        """Return a black image or video, or silence.
+        """Return a black image or video, or silence, as `encode` takes them.
 
         Args:
             side: Width and height in pixels.
-
-        Returns:
-            An image uint8 [side, side, 3]; a `Clip` with `frames` uint8 [F, side, side, 3] and
-            their `times_s` in seconds; or audio int16 [N] of `audio_rate` samples per second.
         """
         image = np.zeros((side, side, 3), np.uint8)
         if kind == "image":
@@ -304,15 +277,10 @@ class ProcessorEncoder:
         return float(self._features.chunk_length)
 
     def num_samples(self, length_s: float) -> int:
-        """Return the number of samples that audio of some seconds is given to the model with.
+        """Return the number of samples with which audio of some seconds is given to the model.
 
-        These are samples at `audio_rate` per second (the rate of the model's feature extractor),
-        rounded to a multiple of the extractor's hop length. Shorter audio than the family's minimum
-        (0.1 s for most) gets the number of the minimum: it is padded with silence.
-
-        Args:
-            length_s: Length of the audio in seconds. Up to 0.5 s over `max_audio_s` (the longest
-                that the model takes) are cut.
+        It is a multiple of the hop length of the feature extractor. Audio shorter than the family's
+        minimum is padded with silence, and up to 0.5 s over `max_audio_s` are cut.
 
         Raises:
             RowError: It is longer, so that a text about it would be about what the model does not
@@ -336,11 +304,6 @@ class ProcessorEncoder:
     def count_tokens(self, messages: Sequence[Message], sizes: Sequence[MediaSize]) -> int:
         """Return how many tokens a row will have after encoding, from its texts and the sizes of
         its media.
-
-        Args:
-            messages: Messages {"role": "system" | "user" | "assistant", "content": ...}, where the
-                content is a text or a list of parts {"type": "image" | "video" | "audio"} and
-                {"type": "text", "text": "..."}.
         """
         text = self.template.render(self.template.clean(messages))
         images = [size for size in sizes if size.width and not size.times_s]
@@ -355,21 +318,14 @@ class ProcessorEncoder:
     def choose_times(self, length_s: float, phase: float) -> list[float]:
         """Return the times of the frames that represent a video.
 
-        There are `frame_rate` frames per second, at most `frames` in all (arguments of this
-        encoder), at equal distances; their number is a multiple of 2, the frames of a patch.
-
         Args:
-            length_s: Length of the video in seconds.
-            phase: Number in [0, 1): place of each frame in its interval, the time from a frame to
-                the next; 0: its start.
+            phase: Number in [0, 1): place of each frame in its interval; 0: its start.
         """
         frames: FrameProcessor = self.processor.video_processor
         return frames.choose_times(length_s, self.frames, self.frame_rate, phase)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids (one sequence that the model generated), without
-        `reserved_tokens`.
-        """
+        """Return the text of the token ids of one generated sequence, without `reserved_tokens`."""
         kept = [number for number in token_ids if number not in self._reserved_ids]
         return str(self.tokenizer.decode(kept))
 

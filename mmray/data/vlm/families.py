@@ -151,9 +151,8 @@ def read_config(weights: str) -> dict[str, Any]:
 
 
 def has_weights(weights: str) -> bool:
-    """Return whether a model has files of weights, and not only a config.
-
-    True for a name of the hub, which is not looked up.
+    """Return whether a model has files of weights, and not only a config; True for a name of the
+    hub, which is not looked up.
     """
     folder = Path(weights).expanduser()
     return not folder.is_dir() or any(
@@ -162,15 +161,7 @@ def has_weights(weights: str) -> bool:
 
 
 def find_family(config: dict[str, Any], weights: str) -> Family:
-    """Return the description of a model's family: how models of its `model_type` represent their
-    inputs.
-
-    Args:
-        config: Content of its config.json; `model_type` determines the family.
-
-    Returns:
-        A Family: `pixels` (layout of the pixels), `projector` (names of modules), `packable`
-        (whether rows may be packed) and others.
+    """Return how models of the `model_type` of a config.json represent their inputs.
 
     Raises:
         UsageError: The model is not supported.
@@ -207,8 +198,6 @@ def budget_arguments(
     """Return the arguments of transformers' image processor that limit the size of an image.
 
     Args:
-        family: Description of the model's inputs; its `budget` (how the size of an image is
-            limited) determines which arguments are supported.
         image_processor: The model's image processor, whose defaults are used.
         max_pixels: Maximum width x height after resizing; None: the processor's default.
         min_pixels: Minimum width x height after resizing; None: the processor's default.

@@ -80,12 +80,7 @@ def load_processor(weights: str, config: dict[str, Any]) -> Any:
     processor, which would need torch.
 
     Args:
-        weights: Folder saved by transformers, or a name of the Hugging Face Hub.
         config: Content of its config.json; `model_type` determines the class.
-
-    Returns:
-        A transformers.ProcessorMixin with `tokenizer`, `chat_template`, and `image_processor` or
-        `feature_extractor`.
 
     Raises:
         UsageError: The processor cannot be loaded.
@@ -131,7 +126,6 @@ def load_frame_processor(
     torch.
 
     Args:
-        family: Description of the model's inputs; its `video` is not empty.
         processor: The model's processor, whose class may have settings that replace those saved.
         frame_pixels: Maximum width x height of a frame after resizing; None: the processor's
             default.

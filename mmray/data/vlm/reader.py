@@ -38,20 +38,11 @@ BYTES_PER_TOKEN = 6000
 class ConversationReader(SetReader):
     """Reads rows of a prepared set as inputs of a vision-language model, in the sample order.
 
-    The processor is loaded on first use.
-
-    `read_block(plan, positions)` returns arrays by column for R positions of the sample order:
-    `key`, `label` (-1: none) and `pos` (the position) int64 [R], `valid` bool [R], `num_tokens`
-    int32 [R], and `record` object [R] (the encoded row as bytes).
-
     Args:
         prepared: The set or mixture.
         spec: The `model` section, with the weights whose processor encodes the rows.
         max_pixels: Maximum width x height of an image before it is resized.
         data: The `data` section, with `targets` and `reasoning`; None: all are targets.
-
-    Attributes:
-        pixel_shape: None, because rows have pixels of different sizes.
     """
 
     # A block has no column `image` of a fixed shape, which processes could share.
@@ -76,9 +67,7 @@ class ConversationReader(SetReader):
 
     @cached_property
     def encoder(self) -> ProcessorEncoder:
-        """The ProcessorEncoder that converts messages and media of a row to token ids and pixels;
-        it is loaded on first use.
-        """
+        """The processor of the model, which is loaded on first use."""
         return ProcessorEncoder(self._weights, **self._arguments, without_torch=True)
 
     @property
@@ -92,16 +81,13 @@ class ConversationReader(SetReader):
         """Read and encode the rows at some positions of the sample order.
 
         Args:
-            plan: The sample order of the run: which row each position takes.
-            positions: Positions in it, int64 [R]; PADDING (-1) for no row.
+            positions: int64 [R]; PADDING (-1) for no row.
             pixels: Not used, because rows have different sizes.
 
         Returns:
-            Arrays by column: `key` int64 [R], the hash of the row key, 0 for a row that is not
-            valid; `label` int64 [R], -1 for none; `pos` int64 [R], the positions; `valid` bool [R],
-            False for padding and for a row that cannot be read or encoded; `num_tokens` int32 [R],
-            0 for a row that is not valid; `record` object [R], the encoded row as bytes for
-            `unpack_rows`, b"" if it is not valid.
+            The columns of `row_columns`, `num_tokens` int32 [R], and `record` object [R], the
+            encoded
+            row as bytes for `unpack_rows`. A row that is not valid has 0 tokens and b"".
         """
         rows, _, pass_index, row_hash = self.read_rows(plan, positions)
         num_texts = [len(row.texts) if row and not row.messages else 1 for row in rows]
@@ -126,16 +112,10 @@ class ConversationReader(SetReader):
         }
 
     def media_of(self, row: Row, choice: int = 0, phase: float = 0.5) -> list[Any]:
-        """Decode the media of a stored row.
+        """Decode the media of a stored row, as ProcessorEncoder takes them.
 
         Args:
-            row: A row with the bytes of its media.
             phase: Random number in [0, 1): place of each frame of a video in its interval.
-
-        Returns:
-            RGB images of PIL, `Clip`s of videos (frames uint8 [F, H, W, 3] and their times in
-            seconds from the start of the clip), and audio int16 [N] (mono, at the rate of the
-            model's processor), in the order of `row.media`.
 
         Raises:
             BadImage: A medium cannot be decoded, or has more than `max_pixels`.
@@ -177,15 +157,13 @@ def read_clip(
 
     Args:
         media: Video or audio with its bytes.
-        encoder: Processor of the model, which determines the times of the frames, and the rate and
-            the longest length of audio.
+        encoder: Determines the times of the frames, and the rate and the longest length of audio.
         span: Start and end in seconds, as timestamps of the file; None: the whole file.
         phase: Number in [0, 1): place of each frame in its interval.
         max_pixels: Maximum width x height of a frame before it is resized.
 
     Returns:
-        Of a video a Clip: `frames` uint8 [F, H, W, 3] and `times_s`, their times in seconds from
-        the start of the span. Of audio mono samples int16 [N], `encoder.audio_rate` per second.
+        A Clip, whose times are seconds from the start of the span, or mono samples int16 [N].
 
     Raises:
         BadMedia: It cannot be decoded, or a video has no frame in the span.
@@ -217,15 +195,7 @@ def _pack_row(row: EncodedRow) -> bytes:
 
 
 def unpack_rows(block: Block) -> list[EncodedRow | None]:
-    """Return the encoded rows that `ConversationReader.read_block` has read.
-
-    Args:
-        block: Its result, a dict of columns; `record` object [R] (bytes) is read.
-
-    Returns:
-        For each of the R rows, in order, an EncodedRow (`input_ids`, `loss_weights` and `images`),
-        or None for a row that is not valid.
-    """
+    """Return the encoded rows of a block of ConversationReader, None for invalid ones."""
     return [_unpack_row(data) if data else None for data in block["record"]]
 
 

@@ -29,10 +29,8 @@ MODEL_FILES = Path(__file__).with_name("sample_model")
 
 
 def generate_conversations(out: Path) -> Path:
-    """Return the JSONL file of the sample conversations, which are generated if they do not exist.
-
-    Args:
-        out: Folder in which the set gets a folder named by its version, such as `v2`.
+    """Return the JSONL file of the sample conversations, which are generated in a folder of `out`
+    if they do not exist.
 
     Raises:
         UsageError: `out` is not writable.
@@ -41,12 +39,10 @@ def generate_conversations(out: Path) -> Path:
 
 
 def generate_model(out: Path) -> Path:
-    """Return a folder with the config and processor of a Qwen3-VL of 0.5 million parameters.
+    """Return a folder in `out` with the config and processor of a Qwen3-VL of 0.5 million
+    parameters.
 
     It has no weights, so a run starts with random ones.
-
-    Args:
-        out: Folder in which the model gets a folder named by its version, such as `v2`.
 
     Raises:
         UsageError: `out` is not writable.

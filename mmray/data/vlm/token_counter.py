@@ -27,14 +27,11 @@ LATEST = 0.999
 class ProcessorCounter:
     """Counts the tokens of rows with the processor of a model; cheap to pickle.
 
-    `build()` returns the function that counts: from a stored row to its number of tokens, an int.
-
     Args:
         weights: Folder saved by transformers, or a name of the Hugging Face Hub.
-        limits: Limits by name, as in `model.inputs`: `max_pixels`, `min_pixels`, `frames`,
-            `frame_rate` and `frame_pixels`; `max_tokens` is ignored.
-        question: User message of a row that has only captions. Of several captions that
-            are used the longest counts.
+        limits: Arguments of ProcessorEncoder; `max_tokens` is ignored.
+        question: User message of a row that has only captions. Of several captions that are used
+            the longest counts.
     """
 
     weights: str
@@ -43,10 +40,7 @@ class ProcessorCounter:
 
     @property
     def digest(self) -> str:
-        """SHA-256 as hex of what determines the counts: the processor and `question`.
-
-        Loads the processor on first use.
-        """
+        """SHA-256 as hex of what determines the counts: the processor and `question`."""
         return hashlib.sha256(f"{self._processor[0]} {self.question}".encode()).hexdigest()
 
     @property
@@ -63,10 +57,8 @@ class ProcessorCounter:
         return encoder.digest, search
 
     def build(self) -> RowCounter:
-        """Load the processor, and return the function that counts the tokens of a stored row.
-
-        The function is called with a Row and returns an int. The row needs no bytes of media; their
-        sizes and durations are read.
+        """Load the processor, and return the function that counts the tokens of a stored row, from
+        the sizes and durations of its media.
         """
         encoder = self._encoder(without_torch=True)
 

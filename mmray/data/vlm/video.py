@@ -36,19 +36,12 @@ class Clip(NamedTuple):
 
 class FrameProcessor:
     """Resizes the frames of videos and cuts them into patches, as the video processors of
-    transformers do for the Qwen-VL family.
-
-    The processor of a model in transformers calls it in place of its own video processor.
-
-    It is called with (videos, video_metadata): the frames of each video, uint8 [F, H, W, 3], and
-    what `metadata` returned for it. It returns a dict with `pixel_values_videos` uint8 [patches,
-    values of a patch], not normalized, `video_grid_thw` int64 [videos, 3] (patches in time, height
-    and width), and `video_metadata` unchanged.
+    transformers do for the Qwen-VL family; their processor calls it in place of its own.
 
     Args:
-        settings: The settings of the weights' video processor, as in its config file (JSON values):
-            `image_mean`, `image_std`, `size` (or `min_pixels` and `max_pixels`), and optionally
-            `rescale_factor`, `patch_size`, `merge_size` and `temporal_patch_size`.
+        settings: The settings of the weights' video processor, as in its config file: `image_mean`,
+            `image_std`, `size` (or `min_pixels` and `max_pixels`), and optionally `rescale_factor`,
+            `patch_size`, `merge_size` and `temporal_patch_size`.
         per_clip: Whether the limits of pixels in `settings` are for all frames of a clip together
             (Qwen3-VL), not for each.
         max_pixels: Maximum width x height of a frame after resizing; None: that of `settings`.
@@ -125,13 +118,12 @@ class FrameProcessor:
         """Return the times of the frames of a clip, at equal distances.
 
         Args:
-            length_s: Length of the clip in seconds.
             frame_rate: Frames per second, unless they would be more than `frames`.
             uniform: Random number in [0, 1): place of each time in its interval.
 
         Returns:
-            Seconds from the start of the clip, ascending; their number is a multiple of the frames
-            of a patch, 2.
+            Seconds from the start of the clip, ascending; their number is a multiple of
+            `temporal_patch_size`.
         """
         group = self.temporal_patch_size
         length_s = max(length_s, MIN_LENGTH_S)
@@ -141,11 +133,6 @@ class FrameProcessor:
 
     def grid(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Return the number of patches of a clip in time, height and width after resizing.
-
-        Args:
-            num_frames: Number of frames, a multiple of the frames of a patch.
-            height: Height of a frame in pixels before resizing.
-            width: Width of a frame in pixels before resizing.
 
         Raises:
             ValueError: One side is more than 200 times the other.
@@ -163,12 +150,11 @@ class FrameProcessor:
         return num_frames // self.temporal_patch_size, patches[0], patches[1]
 
     def metadata(self, times_s: Sequence[float]) -> VideoMetadata:
-        """Return the times of the frames of a clip as transformers' processor reads them: a
-        VideoMetadata whose `frames_indices` divided by its `fps` are the times.
+        """Return the times of the frames of a clip as transformers' processor reads them:
+        `frames_indices` divided by `fps`.
 
         Args:
-            times_s: Times of its frames in seconds from its start, at least two, at equal
-                distances.
+            times_s: At least two times in seconds from its start, at equal distances.
         """
         from transformers.video_utils import VideoMetadata
 
