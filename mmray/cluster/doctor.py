@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from mmray.cluster.capacity import Node
 from mmray.cluster.connect import ray_session
 from mmray.cluster.shared_storage import check_shared
 from mmray.config import Cluster
@@ -33,7 +34,8 @@ MIN_OPEN_FILES = 4096
 PROBE_MB = 8
 
 
-def _warn_if(problem: bool, name: str, observed: str, fix: str) -> Finding:
+def warn_if(problem: bool, name: str, observed: str, fix: str) -> Finding:
+    """Return a warning with its fix if there is a problem, otherwise `ok`."""
     return Finding("warning", name, observed, fix) if problem else Finding("ok", name, observed)
 
 
@@ -52,20 +54,17 @@ def run_checks(address: str | None, storage: str) -> Iterator[Finding]:
     yield from _check_torch()
     yield check_cpus(cores(), psutil.cpu_count() or 1, psutil.cpu_count(logical=False))
     yield check_memory(free_memory() / GIB)
-    if Path("/dev/shm").exists():
-        yield check_shm(
-            shutil.disk_usage("/dev/shm").total / GIB, psutil.virtual_memory().total / GIB
-        )
+    yield from measure_shm()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     fix = (
         f"run `ulimit -n {min(hard, 65536) if hard > 0 else 65536}` in the shell that starts "
         "mmray (or Ray)"
     )
-    yield _warn_if(0 < soft < MIN_OPEN_FILES, "open files", f"limit {soft:,}", fix)
+    yield warn_if(0 < soft < MIN_OPEN_FILES, "open files", f"limit {soft:,}", fix)
     if "://" not in storage:
         yield check_disk("disk of run.storage", Path(storage).expanduser())
     yield check_disk("disk of Ray temp dir", Path(tempfile.gettempdir()))
-    yield check_storage(storage)
+    yield check_storage(storage, [])
     yield check_auth(os.environ.get("RAY_AUTH_MODE"), Path.home() / ".ray" / "auth_token")
     yield from _check_ray(address or os.environ.get("RAY_ADDRESS"))
 
@@ -74,7 +73,7 @@ def _check_packages() -> Finding:
     versions = f"mmray {VERSION}, Ray {version('ray')}, Python {sys.version.split()[0]}"
     pip = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
     fix = "; ".join(line for line in pip.stdout.splitlines() if line.startswith("mmray "))
-    return _warn_if(bool(fix), "packages", versions, fix)
+    return warn_if(bool(fix), "packages", versions, fix)
 
 
 def _check_torch() -> Iterator[Finding]:
@@ -107,21 +106,13 @@ def check_gpus(listed: int, usable: list[str], visible: str | None = None) -> Fi
         listed: Number of GPUs that nvidia-smi lists.
         usable: Names of the GPUs that torch can use, such as `NVIDIA H100 80GB HBM3`.
         visible: Value of CUDA_VISIBLE_DEVICES; None: not set.
-
-    Returns:
-        A Finding with `level`, `name`, `observed` (text) and `fix`: `ok` if torch can use all; a
-        `warning` if CUDA_VISIBLE_DEVICES hides some; otherwise an `error`.
     """
     if listed <= len(usable):
         return Finding("ok", "GPUs", ", ".join(usable) or "none; training uses the CPU")
     observed = f"the driver lists {listed} GPUs, torch can use {len(usable)}"
     if visible is None:
-        return Finding(
-            "error",
-            "GPUs",
-            observed,
-            "update the driver, or install the torch build for its CUDA version",
-        )
+        fix = "update the driver, or install the torch build for its CUDA version"
+        return Finding("error", "GPUs", observed, fix)
     fix = f"CUDA_VISIBLE_DEVICES={visible} hides the others; unset it to use all of them"
     return Finding("warning", "GPUs", observed, fix)
 
@@ -137,76 +128,66 @@ def check_cpus(usable: int, logical: int, physical: int | None) -> Finding:
 
 
 def check_memory(available_gib: float) -> Finding:
-    """Check the free memory of this machine: a warning below 2 GiB.
-
-    Args:
-        available_gib: Free memory in GiB.
-    """
+    """Check the free memory of this machine."""
     fix = "close other programs, or use fewer --cluster.workers and --data.workers"
-    return _warn_if(available_gib < MIN_MEMORY_GIB, "memory", f"{available_gib:.1f} GiB free", fix)
+    return warn_if(available_gib < MIN_MEMORY_GIB, "memory", f"{available_gib:.1f} GiB free", fix)
+
+
+def measure_shm() -> list[Finding]:
+    """Check the size of /dev/shm of this machine; empty if it has none."""
+    folder = Path("/dev/shm")
+    if not folder.exists():
+        return []
+    memory_gib = psutil.virtual_memory().total / GIB
+    return [check_shm(shutil.disk_usage(folder).total / GIB, memory_gib)]
 
 
 def check_shm(size_gib: float, memory_gib: float) -> Finding:
     """Check the size of /dev/shm, which holds Ray's object store; containers limit it to 64 MB by
     default.
-
-    Args:
-        size_gib: Size of /dev/shm in GiB.
-        memory_gib: Memory of the machine in GiB.
-
-    Returns:
-        A Finding with `level`, `name`, `observed` (text) and `fix`: a `warning` if /dev/shm is
-        smaller than a quarter of the memory, otherwise `ok`.
     """
     fix = (
         f"start the container with --shm-size={0.3 * memory_gib:.0f}g; otherwise Ray uses slow "
         "files in /tmp"
     )
     small = size_gib < MIN_SHM_SHARE * memory_gib
-    return _warn_if(small, "shared memory", f"/dev/shm has {size_gib:.1f} GiB", fix)
+    return warn_if(small, "shared memory", f"/dev/shm has {size_gib:.1f} GiB", fix)
 
 
 def check_disk(what: str, folder: Path) -> Finding:
-    """Check the free space of a disk; Ray stops spilling objects above 95 %.
-
-    Returns:
-        A Finding with `level`, `name`, `observed` (text) and `fix`: a `warning` if less than 5 GiB
-        or 5 % of the disk are free, otherwise `ok`.
-    """
+    """Check the free space of a disk; Ray stops spilling objects above 95 %."""
     existing = next(
         path for path in [folder.absolute(), *folder.absolute().parents] if path.exists()
     )
     usage = shutil.disk_usage(existing)
     full = usage.free / GIB < MIN_DISK_GIB or usage.used > 0.95 * usage.total
     fix = "free disk space, or choose another folder (--run.storage; for Ray: RAY_TMPDIR)"
-    return _warn_if(full, what, f"{usage.free / GIB:.0f} GiB free at {existing}", fix)
+    return warn_if(full, what, f"{usage.free / GIB:.0f} GiB free at {existing}", fix)
 
 
-def check_storage(address: str) -> Finding:
-    """Check that this machine can write, read and delete files where runs are stored.
+def check_storage(address: str, nodes: list[Node]) -> Finding:
+    """Check that this machine and some nodes can write, read and delete files where runs are
+    stored.
 
     Args:
         address: Folder or URI for runs (`run.storage`).
 
     Returns:
-        A Finding with `level` (`ok`, `warning` or `error`), `name`, `observed` (text) and `fix`:
-        `ok` with the time it took. A failure is not raised but returned with the level `error`.
+        A Finding: `ok` with the time it took, or an `error`, which is not raised.
 
     Raises:
         UsageError: The URI is invalid.
     """
     start_s = time.monotonic()
     try:
-        check_shared(address, [])
+        check_shared(address, nodes)
     except ResourceError as error:
-        return Finding(
-            "error", "run.storage", str(error), "fix the error above, or choose another --storage"
-        )
-    return Finding(
-        "ok",
-        "run.storage",
-        f"{address}: files written and read in {time.monotonic() - start_s:.1f} s",
-    )
+        fix = "fix the error above, or choose another --storage"
+        return Finding("error", "run.storage", str(error), fix)
+    on_nodes = f" on {len(nodes)} nodes" if nodes else ""
+    took_s = time.monotonic() - start_s
+    observed = f"{address}: files written and read{on_nodes} in {took_s:.1f} s"
+    return Finding("ok", "run.storage", observed)
 
 
 def check_auth(mode: str | None, file: Path) -> Finding:
@@ -215,11 +196,6 @@ def check_auth(mode: str | None, file: Path) -> Finding:
     Args:
         mode: Value of RAY_AUTH_MODE; None: not set.
         file: File of the token, ~/.ray/auth_token.
-
-    Returns:
-        A Finding with `level` (`ok`, `warning` or `error`), `name`, `observed` (text) and `fix`:
-        `error` if the mode is `token` without a token, `warning` if other users can read the file,
-        otherwise `ok`.
     """
     name = "authentication"
     has_token = file.exists() or bool(os.environ.get("RAY_AUTH_TOKEN"))
@@ -251,12 +227,8 @@ def _check_ray(address: str | None) -> Iterator[Finding]:
             try:
                 yield check_interfaces(_interfaces(alive))
             except ray.exceptions.RayError as error:  # a node was lost, or did not answer in time
-                yield Finding(
-                    "warning",
-                    "network",
-                    f"{type(error).__name__}: {error}",
-                    "see `ray status`, and repeat",
-                )
+                observed = f"{type(error).__name__}: {error}"
+                yield Finding("warning", "network", observed, "see `ray status`, and repeat")
             start_s = time.monotonic()
             try:
                 probe: Any = ray.remote(num_cpus=min(1, total.get("CPU", 0)))(
@@ -283,15 +255,12 @@ def _check_ray(address: str | None) -> Iterator[Finding]:
 def _interfaces(alive: list[dict[str, Any]]) -> dict[str, str | None]:
     """Return the network interface of each node's IP address, as the node itself sees it."""
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    probe: Any = ray.remote(num_cpus=0)(network_interface)
-    tasks = {}
-    for node in alive:
-        affinity = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ip = node["NodeManagerAddress"]
-        tasks[ip] = probe.options(scheduling_strategy=affinity).remote(ip)
-    return dict(zip(tasks, ray.get(list(tasks.values()), timeout=60), strict=True))
+    from mmray.cluster.placement import run_on_node
+
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in alive}
+    tasks = [run_on_node(node, network_interface, ip) for node, ip in addresses.items()]
+    return dict(zip(addresses.values(), ray.get(tasks, timeout=60), strict=True))
 
 
 def check_interfaces(interfaces: dict[str, str | None]) -> Finding:
@@ -301,10 +270,6 @@ def check_interfaces(interfaces: dict[str, str | None]) -> Finding:
 
     Args:
         interfaces: Name of the interface by IP address of the node; None: no interface has it.
-
-    Returns:
-        A Finding with `level`, `name`, `observed` (text) and `fix`: a `warning` if a node has none,
-        otherwise `ok`.
     """
     missing = [ip for ip, name in interfaces.items() if name is None]
     observed = ", ".join(f"{ip} on {name or 'no interface'}" for ip, name in interfaces.items())
@@ -312,7 +277,7 @@ def check_interfaces(interfaces: dict[str, str | None]) -> Finding:
         f"start Ray on {', '.join(missing)} with --node-ip-address, an address of the node's "
         "network interface, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME there"
     )
-    return _warn_if(bool(missing), "network", observed, fix)
+    return warn_if(bool(missing), "network", observed, fix)
 
 
 def check_nodes(
@@ -331,4 +296,4 @@ def check_nodes(
     if local_cpus is not None and local_cpus < cpus:
         observed += f"; the {cpus:g} CPUs of Ray share the {local_cpus} of this machine"
     fix = "data needs CPUs in addition to one per training worker: add CPU nodes"
-    return _warn_if(0 < gpus >= cpus, "cluster", observed, fix)
+    return warn_if(0 < gpus >= cpus, "cluster", observed, fix)

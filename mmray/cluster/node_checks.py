@@ -4,8 +4,6 @@ them.
 
 from __future__ import annotations
 
-import shutil
-import socket
 import statistics
 import sys
 import tempfile
@@ -23,13 +21,12 @@ import psutil
 import ray
 import ray.exceptions
 
-from mmray.cluster.capacity import NODE_ID, Node
+from mmray.cluster.capacity import NODE_ID
 from mmray.cluster.connect import ray_session
-from mmray.cluster.doctor import GIB, check_disk, check_shm
-from mmray.cluster.placement import alive_nodes, run_on_node
-from mmray.cluster.shared_storage import check_shared
+from mmray.cluster.doctor import check_disk, check_storage, measure_shm, warn_if
+from mmray.cluster.placement import alive_nodes, free_address, run_on_node
 from mmray.config import Cluster
-from mmray.errors import Finding, Level, ResourceError
+from mmray.errors import Finding, Level
 from mmray.machine import cores, set_network_interface
 from mmray.version import VERSION
 
@@ -83,7 +80,7 @@ def check_cluster(
             for finding in findings:
                 yield replace(finding, name=f"{name} {finding.name}")
         yield compare_versions(versions)
-        yield _check_storage(storage, nodes)
+        yield check_storage(storage, nodes)
         yield from _check_links(list(versions))
 
 
@@ -98,9 +95,7 @@ def check_node(gpus_of_ray: int, decodes_per_s: Callable[[], float]) -> tuple[st
     findings = [check_load(busy_cores, cores())]
     if gpus_of_ray:
         findings.append(_check_gpus(gpus_of_ray))
-    if Path("/dev/shm").exists():
-        memory_gib = psutil.virtual_memory().total / GIB
-        findings.append(check_shm(shutil.disk_usage("/dev/shm").total / GIB, memory_gib))
+    findings += measure_shm()
     findings.append(check_disk("disk", Path(tempfile.gettempdir())))
     findings.append(check_decoding(decodes_per_s()))
     packages = ", ".join(f"{name} {version(name)}" for name in ("ray", "torch", "pyarrow"))
@@ -110,9 +105,8 @@ def check_node(gpus_of_ray: int, decodes_per_s: Callable[[], float]) -> tuple[st
 def check_load(busy_cores: float, num_cores: int) -> Finding:
     """Check that other processes leave cores for the measurements."""
     fix = "repeat when the node is idle: its rates are too low"
-    level: Level = "warning" if busy_cores > BUSY_FRACTION * num_cores else "ok"
     observed = f"{busy_cores:.1f} of {num_cores} cores were busy before the measurements"
-    return _finding(level, "load", observed, fix)
+    return warn_if(busy_cores > BUSY_FRACTION * num_cores, "load", observed, fix)
 
 
 def _check_gpus(gpus_of_ray: int) -> Finding:
@@ -180,18 +174,6 @@ def _rate(name: str, value: float, unit: str, limits: tuple[float, float], fix: 
     return _finding(_level(value, limits), name, f"{value:,.0f} {unit}", fix)
 
 
-def _check_storage(storage: str, nodes: list[Node]) -> Finding:
-    start_s = time.monotonic()
-    try:
-        check_shared(storage, nodes)
-    except ResourceError as error:
-        fix = "mount the same folder on all nodes, or use an object store"
-        return Finding("error", "run.storage", str(error), fix)
-    took_s = time.monotonic() - start_s
-    observed = f"{storage}: written and read from {len(nodes)} nodes in {took_s:.1f} s"
-    return Finding("ok", "run.storage", observed)
-
-
 def _check_links(node_ids: list[str]) -> Iterator[Finding]:
     """Measure object transfers from each node to the next, and a collective of all nodes."""
     if len(node_ids) < 2:
@@ -227,7 +209,7 @@ def _receive(reference: list[Any]) -> float:
 
 def _measure_collective(node_ids: list[str]) -> float:
     """Return the MB/s of an all-reduce with one process on each node."""
-    master = ray.get(run_on_node(node_ids[0], _free_address), timeout=TIMEOUT_S)
+    master = ray.get(run_on_node(node_ids[0], free_address), timeout=TIMEOUT_S)
     tasks = [
         run_on_node(node_id, _all_reduce, master, rank, len(node_ids))
         for rank, node_id in enumerate(node_ids)
@@ -235,14 +217,7 @@ def _measure_collective(node_ids: list[str]) -> float:
     return min(ray.get(tasks, timeout=TIMEOUT_S))
 
 
-def _free_address() -> str:
-    address = ray.util.get_node_ip_address()
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return f"{address}:{free.getsockname()[1]}"
-
-
-def _all_reduce(master: str, rank: int, world_size: int) -> float:
+def _all_reduce(master: tuple[str, int], rank: int, world_size: int) -> float:
     """Return the MB/s of all-reduces of float32 values (their bytes by the median time)."""
     import torch
     import torch.distributed as dist
@@ -250,7 +225,7 @@ def _all_reduce(master: str, rank: int, world_size: int) -> float:
     set_network_interface(ray.util.get_node_ip_address())
     dist.init_process_group(
         "gloo",
-        init_method=f"tcp://{master}",
+        init_method=f"tcp://{master[0]}:{master[1]}",
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=TIMEOUT_S / 2),

@@ -55,6 +55,7 @@ REQUEST_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 1.0
 FREE_INTERVAL_S = 0.25
 MAX_PROBES = 32
+KILL_TIMEOUT_S = 10.0
 START_TOLERANCE_S = 2.0  # process start times shift with system clock corrections
 
 
@@ -393,6 +394,15 @@ def run_on_node(node: str, function: Callable[..., Any], *args: Any) -> Any:
     )
 
 
+def free_address() -> tuple[str, int]:
+    """Return the IP address by which Ray knows this node, and a free port."""
+    address = ray.util.get_node_ip_address()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as free:
+        free.bind(("", 0))
+        return address, int(free.getsockname()[1])
+
+
 def actor_states(class_name: str, timeout_s: float = 5.0) -> list[str]:
     """Return the state of each of this job's actors of a class, for a message.
 
@@ -425,7 +435,7 @@ def process_state(pid: int) -> str:
     return "ended"
 
 
-def kill_processes(processes: Iterable[tuple[str, int, float]], timeout_s: float = 10.0) -> None:
+def kill_processes(processes: Iterable[tuple[str, int, float]]) -> None:
     """Send SIGKILL to processes of several nodes; unreachable nodes are skipped.
 
     Args:
@@ -433,7 +443,7 @@ def kill_processes(processes: Iterable[tuple[str, int, float]], timeout_s: float
             with another start time is not killed, because the ID was reused.
     """
     tasks = [run_on_node(node, kill_process, pid, started_s) for node, pid, started_s in processes]
-    ray.wait(tasks, num_returns=len(tasks), timeout=timeout_s)
+    ray.wait(tasks, num_returns=len(tasks), timeout=KILL_TIMEOUT_S)
 
 
 def kill_process(pid: int, started_s: float) -> bool:

@@ -11,14 +11,13 @@ from __future__ import annotations
 import io
 import math
 import os
-import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from contextlib import closing, redirect_stdout
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import ray
 import ray.exceptions
@@ -32,6 +31,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mmray.builtin import BACKENDS
 from mmray.cluster.capacity import Demand
+from mmray.cluster.placement import free_address
 from mmray.cluster.ray_internals import run_train_controller
 from mmray.data.stream.actors import rank_blocks
 from mmray.data.stream.stream import RankBlocks
@@ -41,9 +41,6 @@ from mmray.errors import DeviceError, MmrayError, is_device_error
 from mmray.machine import LOOPBACK
 from mmray.storage.paths import AnyPath, RemotePath
 from mmray.training.coordinator import IMPORTING, Coordinator
-
-if TYPE_CHECKING:
-    pass
 
 SHUTDOWN_TIMEOUT_S = 30.0
 
@@ -78,7 +75,7 @@ class _ProcessGroup(Backend):
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
         assert isinstance(backend_config, ProcessGroupConfig)
         ips = worker_group.execute(get_node_ip_address)
-        master = worker_group.execute_single(0, _free_address)
+        master = worker_group.execute_single(0, free_address)
         joins = [
             worker_group.execute_single_async(
                 rank,
@@ -96,14 +93,6 @@ class _ProcessGroup(Backend):
     def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
         leaving = worker_group.execute_async(_leave)
         ray.wait(leaving, num_returns=len(leaving), timeout=SHUTDOWN_TIMEOUT_S)
-
-
-def _free_address() -> tuple[str, int]:
-    address = get_node_ip_address()
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as free:
-        free.bind(("", 0))
-        return address, int(free.getsockname()[1])
 
 
 def _join(

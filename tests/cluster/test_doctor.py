@@ -75,9 +75,9 @@ def test_auth_token(tmp_path, monkeypatch):
 
 
 def test_unwritable_storage_is_an_error(tmp_path):
-    assert doctor.check_storage(str(tmp_path / "new")).level == "ok"
+    assert doctor.check_storage(str(tmp_path / "new"), []).level == "ok"
     (tmp_path / "file").write_text("")
-    found = doctor.check_storage(str(tmp_path / "file"))
+    found = doctor.check_storage(str(tmp_path / "file"), [])
     assert found.level == "error" and "not writable" in found.observed
     assert list((tmp_path / "new").iterdir()) == []
 
