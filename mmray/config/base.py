@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -33,6 +34,15 @@ def parse_range(text: int | str) -> tuple[int, int]:
     if not 1 <= low <= high:
         raise ValueError(f"must be a number of at least 1, or a range such as 1-4 (got {text!r})")
     return low, high
+
+
+def check_name(name: str, known: Collection[str]) -> str:
+    """Return the name of a built-in or a user's part; raise ValueError if it is neither."""
+    if name not in known and ":" not in name:
+        raise ValueError(
+            f"no `{name}`; use one of {', '.join(known)}, or name your own as package.module:Name"
+        )
+    return name
 
 
 class Section(BaseModel):

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import tyro
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from mmray.builtin import CHAT_COLUMNS, COLUMNS, FORMATS, KEEP_ALL, is_column_name
-from mmray.config.base import Section, parse_range, parse_weighted_sum
+from mmray.config.base import Section, check_name, parse_range, parse_weighted_sum
 from mmray.config.prompts import prompt_sets
 from mmray.errors import UsageError, suggest
 
@@ -307,12 +307,7 @@ class Prepare(Section, settings_prefix="prepare"):
     @field_validator("format")
     @classmethod
     def _check_format(cls, name: str) -> str:
-        if name not in ("auto", *FORMATS) and ":" not in name:
-            raise ValueError(
-                f"no `{name}`; use one of auto, {', '.join(FORMATS)}, or name your own class as "
-                "package.module:Class"
-            )
-        return name
+        return check_name(name, ("auto", *FORMATS))
 
     @field_validator("columns")
     @classmethod
@@ -456,26 +451,22 @@ class Data(Section, settings_prefix="data"):
         description="Maximum MB of the rows that a data process decodes at a time.",
     )
 
+    @field_validator("train", "eval", "captions", "eval_captions")
+    @classmethod
+    def _check_syntax(cls, text: str | None, info: ValidationInfo) -> str | None:
+        if text is None:
+            return None
+        if info.field_name == "train":
+            Mixture.parse(text)
+        elif info.field_name == "eval":
+            parse_eval_sets(text)
+        elif len(parse_captions(text)) > 1 and info.field_name == "eval_captions":
+            raise ValueError(f"an evaluation uses one column (got `{text}`)")
+        return text
+
     @model_validator(mode="after")
-    def _check(self) -> Data:
-        try:
-            mixture = Mixture.parse(self.train)
-        except ValueError as error:
-            raise UsageError(f"data.train: {error}") from None
-        try:
-            parse_eval_sets(self.eval or "")
-        except ValueError as error:
-            raise UsageError(f"data.eval: {error}") from None
-        try:
-            parse_captions(self.captions or "")
-            is_single = len(parse_captions(self.eval_captions or "")) < 2
-        except ValueError as error:
-            raise UsageError(f"data.captions: {error}") from None
-        if not is_single:
-            raise UsageError(
-                f"data.eval_captions: an evaluation uses one column (got `{self.eval_captions}`)"
-            )
-        if not mixture.is_single and self.limit is not None:
+    def _check_limit(self) -> Data:
+        if self.limit is not None and not Mixture.parse(self.train).is_single:
             raise UsageError(
                 "data.limit needs a single set; for a mixture, give the sets smaller weights"
             )

@@ -21,7 +21,7 @@ from pydantic import (
 
 from mmray import plugins
 from mmray.builtin import KINDS, OBJECTIVES, REMOVED_KINDS
-from mmray.config.base import Section, parse_weighted_sum
+from mmray.config.base import Section, check_name, parse_weighted_sum
 from mmray.errors import UsageError
 
 Fit = Literal["squash", "crop", "pad"]
@@ -277,12 +277,7 @@ class Objective(Section, settings_prefix="objective"):
     @classmethod
     def _check_terms(cls, kind: str) -> str:
         for name in parse_terms(kind):
-            if name not in OBJECTIVES and ":" not in name:
-                known = ", ".join(OBJECTIVES)
-                raise ValueError(
-                    f"no `{name}`; use one of {known}, or name your own class as "
-                    "package.module:Class"
-                )
+            check_name(name, OBJECTIVES)
         return kind
 
 

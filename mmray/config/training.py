@@ -10,7 +10,7 @@ import tyro
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from mmray.builtin import STRATEGIES
-from mmray.config.base import Section
+from mmray.config.base import Section, check_name
 from mmray.config.prompts import expand_prompts
 from mmray.plugins import load_part
 
@@ -127,13 +127,7 @@ class Optimizer(Section, settings_prefix="optimizer"):
     @field_validator("kind", "schedule")
     @classmethod
     def _check_name(cls, value: str, info: ValidationInfo) -> str:
-        known = BUILT_IN[str(info.field_name)]
-        if value not in known and ":" not in value:
-            raise ValueError(
-                f"no `{value}`; use one of {', '.join(known)}, or name your own as "
-                "package.module:Name"
-            )
-        return value
+        return check_name(value, BUILT_IN[str(info.field_name)])
 
 
 class Train(Section, settings_prefix="train"):

@@ -276,21 +276,19 @@ def check_fencing_token(directory: AnyPath, fencing_token: int) -> None:
         )
 
 
-def is_live(directory: AnyPath, stale_after_s: float = STALE_AFTER_S) -> bool:
+def is_live(directory: AnyPath) -> bool:
     """Return whether a process holds the lease of a folder (writes into it), without waiting.
 
-    The result is for display only, because it may be out of date at once.
-
-    Args:
-        stale_after_s: A process on another machine counts as the holder if its last heartbeat is
-            younger than this, in seconds by the clock of this machine; by default 60.
+    The result is for display only, because it may be out of date at once. A process on another
+    machine counts as the holder if its last heartbeat is younger than STALE_AFTER_S (60) by the
+    clock of this machine.
     """
     _, file = _newest_claim(directory / FOLDER)
     owner = None if file is None else _read_owner(file)
     if file is None or owner is None or owner.get("released"):
         return False
     alive = _is_alive_here(owner)
-    return time.time() - _modified_s(file) < stale_after_s if alive is None else alive
+    return time.time() - _modified_s(file) < STALE_AFTER_S if alive is None else alive
 
 
 def _newest_claim(folder: AnyPath) -> tuple[int, AnyPath | None]:

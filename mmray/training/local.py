@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from mmray.training import RunReporter
     from mmray.training.monitor import AttemptMonitor, HeartbeatRecord
 
-POLL_INTERVAL_S = 0.1
-# For all ranks to report errors after the first one, which may only follow from another's.
-ERROR_WAIT_S = 2.0
 CONNECT_TIMEOUT_S = 60.0
 # Of a worker with a GPU: one for the thread that launches kernels, one for the thread that moves
 # rows and for those of the metrics.

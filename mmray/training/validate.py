@@ -166,43 +166,31 @@ def unsupported_reasons(config: Config) -> list[str]:
         + evaluation_reasons(config)
         + objective_reasons(config)
         + support.unsupported_reasons(config)
-        + token_batch_reasons(config)
-        + target_reasons(config)
-        + augmentation_reasons(config)
+        + kind_reasons(config)
     )
 
 
-def augmentation_reasons(config: Config) -> list[str]:
-    """Return that the images of the model are not augmented; [] if they are, or need not be."""
-    is_requested = config.augment.is_active or config.data.augment is not None
-    if not is_requested or not isinstance(config.model, Vlm):
-        return []
-    return [
-        "augment and data.augment: model.kind `vlm` reads the images as they are; leave them out"
-    ]
-
-
-def target_reasons(config: Config) -> list[str]:
-    """Return that settings of targets cannot be used with the model; [] if they can."""
+def kind_reasons(config: Config) -> list[str]:
+    """Return which settings of data and batches the kind of the model does not have."""
     data = config.data
-    if isinstance(config.model, Vlm) or (data.targets, data.reasoning) == ("all", "trained"):
-        return []
-    return [
-        "data.targets and data.reasoning: only model.kind `vlm` has them (got "
-        f"`{config.model.kind}`)"
-    ]
-
-
-def token_batch_reasons(config: Config) -> list[str]:
-    """Return why `batch.tokens` cannot be used with the model, as sentences with a fix; [] if it
-    can.
-    """
-    if config.batch.tokens is None or isinstance(config.model, Vlm):
-        return []
-    return [
-        f"batch.tokens: the rows of model.kind {config.model.kind} are of equal size; set "
-        "--batch.micro"
-    ]
+    kind = config.model.kind
+    reasons = list[str]()
+    if isinstance(config.model, Vlm):
+        if config.augment.is_active or data.augment is not None:
+            reasons.append(
+                "augment and data.augment: model.kind `vlm` reads the images as they are; leave "
+                "them out"
+            )
+        return reasons
+    if config.batch.tokens is not None:
+        reasons.append(
+            f"batch.tokens: the rows of model.kind {kind} are of equal size; set --batch.micro"
+        )
+    if (data.targets, data.reasoning) != ("all", "trained"):
+        reasons.append(
+            f"data.targets and data.reasoning: only model.kind `vlm` has them (got `{kind}`)"
+        )
+    return reasons
 
 
 def weights_reasons(model: Any) -> list[str]:
