@@ -84,11 +84,9 @@ def test_empty_pools_accept_feasible_and_refuse_infeasible_run(cluster):
     train, data = train_label_selector("auto", [head]), data_label_selector("auto", [head])
     assert (train, data) == ({ROLE_LABEL: "train"}, {ROLE_LABEL: "data"})
     gpus = int(types["gpu"]["max_workers"] * types["gpu"]["resources"]["GPU"])
-    assert (
-        missing_capacity(Demand(gpus, {"CPU": 1.0, "GPU": 1.0}, 2, train, data), [head], pools)
-        is None
-    )
-    message = missing_capacity(Demand(99, {"CPU": 1.0, "GPU": 1.0}, 2, train, data), [head], pools)
+    assert missing_capacity(Demand(gpus, {"CPU": 1.0, "GPU": 1.0}, train), [head], pools) is None
+    assert missing_capacity(Demand(1, {"CPU": 1.0}, data, "data"), [head], pools) is None
+    message = missing_capacity(Demand(99, {"CPU": 1.0, "GPU": 1.0}, train), [head], pools)
     assert message is not None and f"--cluster.workers {gpus} would fit" in message
 
 

@@ -5,10 +5,9 @@ Pure functions.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from typing import Literal
 
 Resources = dict[str, float]
 Labels = dict[str, str]
@@ -80,56 +79,37 @@ class Pool:
 
 @dataclass(frozen=True)
 class Demand:
-    """Resources that one run requests from Ray.
+    """Resources that a command requests from Ray.
 
     Args:
-        workers: Number of training workers.
-        per_worker: Resources of each worker, such as {"CPU": 4, "GPU": 1}.
-        data_cpus: Number of CPUs for processes that read and decode rows; each may be on another
-            node.
-        worker_label_selector: Ray's label selector of the nodes for workers, such as {"role":
-            "gpu"} (`Node.matches_labels` has all forms); {}: any node.
-        data_label_selector: The same of the nodes for data.
+        workers: Number of training workers, or of tasks that read data.
+        per_worker: Resources of each, such as {"CPU": 4, "GPU": 1}; all of them are on one node.
+        label_selector: Ray's label selector of the nodes, such as {"role": "gpu"}
+            (`Node.matches_labels` has all forms); {}: any node.
+        purpose: What the resources are for.
     """
 
     workers: int
     per_worker: Resources
-    data_cpus: int
-    worker_label_selector: LabelSelector = field(default_factory=dict)
-    data_label_selector: LabelSelector = field(default_factory=dict)
-
-    def with_cpus(self, more: float) -> Demand:
-        """Return a copy of the demand (resources of a run), in which each worker has more CPUs.
-
-        Returns:
-            The copy: `per_worker["CPU"]` is larger by `more`, such as {"CPU": 5, "GPU": 1} instead
-            of {"CPU": 4, "GPU": 1} for 1; a missing entry counts as 0. All else is equal.
-        """
-        cpus = self.per_worker.get("CPU", 0.0) + more
-        return replace(self, per_worker=self.per_worker | {"CPU": cpus})
+    label_selector: LabelSelector = field(default_factory=dict)
+    purpose: Literal["training", "data"] = "training"
 
     def __str__(self) -> str:
-        workers = (
-            f"{self.workers} training worker{'s' * (self.workers != 1)} of "
-            f"{format_resources(self.per_worker)} each"
-        )
-        if self.worker_label_selector:
-            workers += f" on nodes{format_label_selector(self.worker_label_selector)}"
-        data = f"{self.data_cpus} CPU{'s' * (self.data_cpus != 1)} for data"
-        if self.data_label_selector:
-            data += f" on nodes{format_label_selector(self.data_label_selector)}"
-        return ", and ".join(
-            part for part, count in ((workers, self.workers), (data, self.data_cpus)) if count
-        )
+        plural = "s" * (self.workers != 1)
+        what = f"{self.workers} CPU{plural} for data"
+        if self.purpose == "training":
+            resources = format_resources(self.per_worker)
+            what = f"{self.workers} training worker{plural} of {resources} each"
+        nodes = format_label_selector(self.label_selector)
+        return f"{what} on nodes{nodes}" if nodes else what
 
 
 def missing_capacity(
     demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool] = ()
 ) -> str | None:
-    """Return what a cluster lacks for a run, as a message for the user.
+    """Return what a cluster lacks for a demand, as a message for the user.
 
     Args:
-        demand: Resources of the workers and of the data.
         nodes: The alive nodes, with their total or free resources.
         pools: Node types that the autoscaler can add; empty for a cluster of fixed size.
 
@@ -137,7 +117,7 @@ def missing_capacity(
         None if the demand fits the nodes, or the nodes with all pools at their maximum. Otherwise
         the missing resources, what the cluster has, and what to change.
     """
-    largest = max_cluster(demand, nodes, pools)
+    largest = max_cluster(nodes, pools, demand.workers)
     if fits(demand, nodes) or fits(demand, largest):
         return None
     names = {"CPU", "GPU", *demand.per_worker}
@@ -169,34 +149,20 @@ def _cause_and_fix(demand: Demand, nodes: Sequence[Node]) -> tuple[str, str]:
     if missing:
         known = sorted({name for node in nodes for name in node.resources if ":" not in name})
         return f"no node has any {' or '.join(missing)}", f"the nodes have {', '.join(known)}"
-    for purpose, selector in (
-        ("training", demand.worker_label_selector),
-        ("data", demand.data_label_selector),
-    ):
-        is_needed = purpose == "training" or demand.data_cpus
-        if is_needed and not any(node.matches_labels(selector) for node in nodes):
-            fix = (
-                "Label a node, or in a run allow any "
-                f"(--cluster.{purpose.removesuffix('ing')}-label none)"
-            )
-            return f"no node for {purpose} is{format_label_selector(selector)}", fix
-    if not any(
-        node.fits(demand.per_worker) and node.matches_labels(demand.worker_label_selector)
-        for node in nodes
-    ):
-        return "no single node can hold one worker", ""
-    if not fits(replace(demand, workers=0), nodes):
-        return "there are too few CPUs for data", (
-            "fewer --data.workers need fewer CPUs"
-        ) if demand.data_cpus > 2 else ""
+    allowed = [node for node in nodes if node.matches_labels(demand.label_selector)]
+    if not allowed:
+        flag = f"--cluster.{demand.purpose.removesuffix('ing')}-label none"
+        cause = f"no node for {demand.purpose} is{format_label_selector(demand.label_selector)}"
+        return cause, f"Label a node, or in a run allow any ({flag})"
+    if not any(node.fits(demand.per_worker) for node in allowed):
+        what = "one worker" if demand.purpose == "training" else "it"
+        return f"no single node can hold {what}", ""
     fitting = num_workers_that_fit(demand, nodes)
-    return f"{fitting} workers fit together with the data", (
-        f"--cluster.workers {fitting} would fit"
-    ) if fitting else ""
+    return f"{fitting} workers fit", f"--cluster.workers {fitting} would fit"
 
 
 def fits(demand: Demand, nodes: Sequence[Node]) -> bool:
-    """Return whether the resources of one run fit into the free resources of a cluster."""
+    """Return whether a demand fits into the free resources of a cluster."""
     return max_concurrent(demand, nodes, 1) == 1
 
 
@@ -204,54 +170,40 @@ def max_concurrent(demand: Demand, nodes: Sequence[Node], limit: int) -> int:
     """Return how many runs with the same demand fit at once.
 
     Args:
-        demand: Resources of the workers and of the data of one run.
         nodes: Nodes with their free resources.
         limit: The largest number to return.
     """
     free = [Node(dict(node.resources), node.labels) for node in nodes]
-    # Data last, because single CPUs fit the gaps left by workers.
-    bundles = [(demand.per_worker, demand.worker_label_selector)] * demand.workers
-    bundles += [({"CPU": 1.0}, demand.data_label_selector)] * demand.data_cpus
-    return next(
-        (count for count in range(limit) if not all(_allocate(free, *each) for each in bundles)),
-        limit,
-    )
+    for count in range(limit):
+        for _ in range(demand.workers):
+            if not _allocate(free, demand):
+                return count
+    return limit
 
 
 def num_workers_that_fit(demand: Demand, nodes: Sequence[Node]) -> int:
-    """Return how many of a run's workers fit into the free resources, together with its data CPUs.
-
-    Args:
-        demand: Resources of the workers and of the data; its number of workers is the largest
-            result.
-    """
-    # if more fit, fewer fit: bisect for the first count that does not fit
-    counts = range(1, demand.workers + 1)
-    return bisect_left(
-        counts, True, key=lambda count: not fits(replace(demand, workers=count), nodes)
-    )
+    """Return how many workers of a demand fit into the free resources, at most all."""
+    return max_concurrent(replace(demand, workers=1), nodes, demand.workers)
 
 
-def max_cluster(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
-    """Return the nodes of the largest cluster that the autoscaler can start for a run.
+def max_cluster(nodes: Sequence[Node], pools: Sequence[Pool], max_nodes: int) -> list[Node]:
+    """Return the nodes of the largest cluster that the autoscaler can start.
 
     Args:
         nodes: The alive nodes, with their total resources.
         pools: Node types of the autoscaler.
+        max_nodes: Number of nodes of a pool that can be used.
 
     Returns:
-        The alive nodes that are in no pool, and as many nodes of each pool as it can have or the
-        run can use, each a Node: `resources` (amount by name, such as {"CPU": 16}) and `labels`.
+        The alive nodes that are in no pool, and the nodes of the pools.
     """
-    needed = demand.workers + demand.data_cpus  # each node hosts at least one worker or data CPU
     labels = {(node.labels or {}).get(NODE_GROUP): node.labels for node in nodes}  # by pool
     names = {pool.name for pool in pools}
-    fixed = (node for node in nodes if (node.labels or {}).get(NODE_GROUP) not in names)
-    full = (
-        [Node(pool.resources, labels.get(pool.name, pool.labels))] * min(pool.max_nodes, needed)
-        for pool in pools
-    )
-    return [*fixed, *chain.from_iterable(full)]
+    largest = [node for node in nodes if (node.labels or {}).get(NODE_GROUP) not in names]
+    for pool in pools:
+        node = Node(pool.resources, labels.get(pool.name, pool.labels))
+        largest += [node] * min(pool.max_nodes, max_nodes)
+    return largest
 
 
 def exclude_nodes(node_ids: Iterable[str], selector: LabelSelector | None = None) -> LabelSelector:
@@ -279,16 +231,20 @@ def format_label_selector(selector: LabelSelector) -> str:
     return f" labeled {', '.join(map('='.join, selector.items()))}" if selector else ""
 
 
-def _allocate(free: list[Node], bundle: Resources, selector: LabelSelector) -> bool:
-    """Allocate the bundle on the fitting node with the fewest GPUs, then CPUs; return False if none
+def _allocate(free: list[Node], demand: Demand) -> bool:
+    """Allocate one worker on the fitting node with the fewest GPUs, then CPUs; return False if none
     fits.
     """
-    fitting = [node for node in free if node.matches_labels(selector) and node.fits(bundle)]
+    fitting = [
+        node
+        for node in free
+        if node.matches_labels(demand.label_selector) and node.fits(demand.per_worker)
+    ]
     if not fitting:
         return False
     node = min(
         fitting, key=lambda node: (node.resources.get("GPU", 0), node.resources.get("CPU", 0))
     )
-    for name, amount in bundle.items():
+    for name, amount in demand.per_worker.items():
         node.resources[name] = node.resources.get(name, 0) - amount
     return True

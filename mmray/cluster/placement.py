@@ -349,15 +349,9 @@ def set_data_placement(cluster_config: Cluster) -> None:
 
 
 def data_demand(cluster_config: Cluster) -> Demand:
-    """Return the smallest resources of a job of Ray Data: one CPU on a node for data.
-
-    Args:
-        cluster_config: The `cluster` section; `data_label` selects the nodes for data.
-
-    Returns:
-        A Demand with no workers, `data_cpus` 1, and the labels of the nodes for data.
-    """
-    return Demand(0, {}, 1, {}, data_label_selector(cluster_config.data_label, alive_nodes()))
+    """Return the smallest resources of a job of Ray Data: one CPU on a node for data."""
+    selector = data_label_selector(cluster_config.data_label, alive_nodes())
+    return Demand(1, {"CPU": 1.0}, selector, "data")
 
 
 def check_data_capacity(cluster_config: Cluster) -> None:

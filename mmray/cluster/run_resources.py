@@ -40,8 +40,8 @@ def resource_demand(
         excluded: IDs of nodes on which no worker may start.
 
     Returns:
-        A Demand: `workers` (number), `per_worker` (such as {"CPU": 4, "GPU": 1}), `data_cpus`, and
-        the label selectors `worker_label_selector` and `data_label_selector`.
+        A Demand: `workers` (number), `per_worker` (such as {"CPU": 4, "GPU": 1}) and
+        `label_selector`.
     """
     nodes = placement.alive_nodes()
     cluster = config.cluster
@@ -51,22 +51,19 @@ def resource_demand(
     has_gpus = any(each.get("GPU") for each in resources)
     if cluster.accelerator == "gpu" or (cluster.accelerator == "auto" and has_gpus):
         per_worker["GPU"] = float(config.train.gpus_per_worker)
-    train_label_selector = placement.train_label_selector(cluster.train_label, nodes)
-    demand = Demand(
-        cluster.max_workers,
-        per_worker | cluster.resources_per_worker,
-        0,
-        exclude_nodes(excluded, train_label_selector) if excluded else train_label_selector,
-        placement.data_label_selector(cluster.data_label, nodes),
-    )
+    selector = placement.train_label_selector(cluster.train_label, nodes)
+    if excluded:
+        selector = exclude_nodes(excluded, selector)
+    demand = Demand(cluster.max_workers, per_worker | cluster.resources_per_worker, selector)
     if not with_data:
         return demand
-    largest = max_cluster(demand, nodes, pools)
+    largest = max_cluster(nodes, pools, demand.workers)
     num_fitting = num_workers_that_fit(demand, largest)
     if not num_fitting:  # nodes of an unknown size will be added
         return demand
     for decode_cpus in range(min_decoders(config), 0, -1):
-        with_decoders = demand.with_cpus(decode_cpus)
+        cpus = demand.per_worker["CPU"] + decode_cpus
+        with_decoders = replace(demand, per_worker=demand.per_worker | {"CPU": cpus})
         if num_workers_that_fit(with_decoders, largest) == num_fitting:
             return with_decoders
     return demand
@@ -155,7 +152,7 @@ def check_storage(config: Config) -> None:
     demand = resource_demand(config, with_data=False)
     nodes = placement.alive_nodes()
     if len(nodes) > 1 or "://" in config.run.storage:
-        selector = demand.worker_label_selector
+        selector = demand.label_selector
         training_nodes = [
             node for node in nodes if node.matches_labels(selector) and node.fits(demand.per_worker)
         ]
@@ -178,9 +175,7 @@ def request_nodes(
     """
     if config.cluster.wait_for_nodes or placement.autoscaling_pools():
         demand = resource_demand(config, with_data=False, excluded=excluded)
-        autoscaler.request(
-            demand.per_worker, demand.worker_label_selector, demand.workers - running
-        )
+        autoscaler.request(demand.per_worker, demand.label_selector, demand.workers - running)
 
 
 def is_single_node(cluster_config: Cluster) -> bool:

@@ -80,7 +80,7 @@ class ResourceWait:
     def _describe_use(self) -> str:
         """Return what is free on the nodes for workers (or data), and who uses the rest."""
         demand = self._demand
-        selector = demand.worker_label_selector if demand.workers else demand.data_label_selector
+        selector = demand.label_selector
         names = sorted({"CPU", *demand.per_worker})
         nodes = [node for node in free_nodes() if node.matches_labels(selector)]
         totals = [node for node in alive_nodes() if node.matches_labels(selector)]
@@ -135,7 +135,7 @@ def wait_for_data_cpu() -> None:
     if fits(demand, free_nodes()):
         return
     wait = ResourceWait(demand, _data_jobs.cluster_config.queue_timeout_s, _data_jobs.log)
-    group = reserve(Demand(1, {"CPU": 1.0}, 0, demand.data_label_selector))
+    group = reserve(demand)
     try:
         while not is_reserved(group):
             wait.poll()
@@ -156,7 +156,7 @@ def reserve(demand: Demand) -> PlacementGroup:
         The placement group, with a bundle for each worker; `is_reserved` returns whether it has
         its resources. Remove it in the end with `ray.util.remove_placement_group`.
     """
-    selector = demand.worker_label_selector
+    selector = demand.label_selector
     return ray.util.placement_group(
         [dict(demand.per_worker)] * demand.workers,
         bundle_label_selector=[dict(selector)] * demand.workers if selector else None,

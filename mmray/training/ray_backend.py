@@ -201,7 +201,7 @@ class RayBackend:
             arguments,
             config,
             demand,
-            replace(demand, worker_label_selector=answering(demand.worker_label_selector) or {}),
+            replace(demand, label_selector=answering(demand.label_selector) or {}),
             attempt.folder,
             name=f"{name_in_views(attempt.folder)}-attempt-{attempt.fencing_token}",
             bad_rows=attempt.bad_rows,

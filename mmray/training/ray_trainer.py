@@ -192,7 +192,7 @@ def torch_trainer(
         "max_preemption_failures": 0,
     }
     # missing in Ray's stub
-    selector: Any = {"label_selector": demand.worker_label_selector or None}
+    selector: Any = {"label_selector": demand.label_selector or None}
     return ReservedTrainer(
         loop,
         backend_config=ProcessGroupConfig(

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mmray.cluster import placement
-from mmray.cluster.capacity import Demand, Node, Pool, fits, max_cluster, max_concurrent
+from mmray.cluster.capacity import (
+    Demand,
+    LabelSelector,
+    Node,
+    Pool,
+    fits,
+    max_cluster,
+    max_concurrent,
+)
 from mmray.cluster.connect import INPUT_TASK_CPUS
 from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.cluster.run_resources import DRIVER_GIB, is_single_node, min_decoders, resource_demand
@@ -57,7 +65,7 @@ def plan_resources(
     """
     demand = max(
         (resource_demand(config) for config in configs),
-        key=lambda each: each.workers * sum(each.per_worker.values()) + each.data_cpus,
+        key=lambda each: each.workers * sum(each.per_worker.values()),
     )
     nodes = placement.alive_nodes()
     pools = placement.autoscaling_pools()
@@ -79,7 +87,10 @@ def plan_resources(
         per_worker = demand.per_worker | {"CPU": cpus_per_worker + decode_cpus}
         demand = replace(demand, per_worker=per_worker)
     free = placement.wait_for_free_nodes(demand, FREE_WAIT_S if fits(demand, nodes) else 0.0)
-    num_concurrent, decode_actors = fit_trials(free, nodes, demand, max_trials, pools)
+    data_selector = placement.data_label_selector(configs[0].cluster.data_label, nodes)
+    num_concurrent, decode_actors = fit_trials(
+        free, nodes, demand, data_selector, max_trials, pools
+    )
     if num_concurrent == 1:
         return TrialResources()
     return TrialResources(num_concurrent, decode_actors, cpus_per_worker)
@@ -98,6 +109,7 @@ def fit_trials(
     free: Sequence[Node],
     nodes: Sequence[Node],
     demand: Demand,
+    data_selector: LabelSelector,
     max_trials: int,
     pools: Sequence[Pool] = (),
 ) -> tuple[int, int]:
@@ -108,6 +120,7 @@ def fit_trials(
     Args:
         nodes: The same nodes with all of their resources, for a trial that must wait for other
             jobs.
+        data_selector: Label selector of the nodes for decode actors.
         max_trials: Upper limit of the number of trials.
         pools: Node types that an autoscaler can add.
 
@@ -115,15 +128,14 @@ def fit_trials(
         Number of trials and number of decode actors, both at least 1.
     """
     # Decode actors may be on all nodes of a pool.
-    combined = replace(demand, workers=demand.workers * max_trials, data_cpus=MAX_DATA_NODES)
-    cluster = max_cluster(combined, free, pools)
+    cluster = max_cluster(free, pools, demand.workers * max_trials + MAX_DATA_NODES)
     num_concurrent = max_concurrent(demand, cluster, max_trials)
     if num_concurrent == 0:
         num_concurrent = 1
-        cluster = max_cluster(replace(demand, data_cpus=MAX_DATA_NODES), nodes, pools)
-    data_nodes = [node for node in cluster if node.matches_labels(demand.data_label_selector)]
+        cluster = max_cluster(nodes, pools, demand.workers + MAX_DATA_NODES)
+    data_nodes = [node for node in cluster if node.matches_labels(data_selector)]
     cpus = sum(node.resources.get("CPU", 0.0) for node in data_nodes)
     worker_cpus = 0.0
-    if not demand.data_label_selector:
+    if not data_selector:
         worker_cpus = demand.workers * demand.per_worker.get("CPU", 0.0)
     return num_concurrent, max(1, int(cpus / num_concurrent - worker_cpus) - INPUT_TASK_CPUS)

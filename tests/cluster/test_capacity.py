@@ -15,8 +15,12 @@ OF_POOL = Node({"CPU": 8.0, "GPU": 4.0}, {NODE_GROUP: "gpu"})
 NOT_TRAIN = {"mmray/role": "!train"}
 
 
-def gpu_run(workers, data_cpus=2, **labels):
-    return Demand(workers, {"CPU": 1.0, "GPU": 1.0}, data_cpus, **labels)
+def gpu_run(workers, labels=None):
+    return Demand(workers, {"CPU": 1.0, "GPU": 1.0}, labels or {})
+
+
+def data_task(labels=None):
+    return Demand(1, {"CPU": 1.0}, labels or {}, "data")
 
 
 @pytest.mark.parametrize(
@@ -25,7 +29,7 @@ def gpu_run(workers, data_cpus=2, **labels):
         (gpu_run(8), [HEAD, GPU_NODE, GPU_NODE, CPU_NODE], []),
         (gpu_run(8), [HEAD], [GPU_POOL, Pool("cpu", {"CPU": 16.0}, 4)]),
         (gpu_run(8), [HEAD, OF_POOL, OF_POOL], [GPU_POOL]),
-        (gpu_run(1, 3, data_label_selector=NOT_TRAIN), [GPU_NODE, CPU_NODE], []),
+        (data_task(NOT_TRAIN), [GPU_NODE, CPU_NODE], []),
     ],
 )
 def test_fitting_run_has_no_message(demand, nodes, pools):
@@ -39,26 +43,26 @@ def test_fitting_run_has_no_message(demand, nodes, pools):
         (gpu_run(99), [HEAD, GPU_NODE, CPU_NODE], [], "--cluster.workers 4 would fit"),
         # misspelled
         (
-            Demand(1, {"slots": 1.0}, 2),
+            Demand(1, {"slots": 1.0}),
             [Node({"CPU": 4.0, "slot": 2.0})],
             [],
             "no node has any slots",
         ),
         (
-            Demand(1, {"CPU": 12.0}, 0),
+            Demand(1, {"CPU": 12.0}),
             [Node({"CPU": 8.0})] * 2,
             [],
             "no single node can hold one worker",
         ),
         (
-            Demand(4, {"CPU": 1.0}, 2),
+            Demand(4, {"CPU": 2.0}),
             [Node({"CPU": 4.0})],
             [],
-            "2 workers fit together with the data",
+            "4 training workers of 2 CPU each: 2 workers fit; ",
         ),
         (gpu_run(2), [Node({"CPU": 8.0})], [], "--cluster.accelerator cpu"),
         (
-            gpu_run(1, worker_label_selector={"role": "gup"}),
+            gpu_run(1, {"role": "gup"}),
             [GPU_NODE, CPU_NODE],
             [],
             "--cluster.train-label none",
@@ -67,10 +71,10 @@ def test_fitting_run_has_no_message(demand, nodes, pools):
         # existing nodes count once
         (gpu_run(9), [HEAD, OF_POOL, OF_POOL], [GPU_POOL], "can grow to"),
         (
-            gpu_run(1, 3, data_label_selector=NOT_TRAIN),
-            [GPU_NODE, Node({"CPU": 2.0})],
+            data_task(NOT_TRAIN),
+            [GPU_NODE],
             [],
-            "fewer --data.workers",
+            "1 CPU for data on nodes labeled mmray/role=!train: no node for data is",
         ),
     ],
 )
@@ -81,16 +85,15 @@ def test_message_names_what_is_missing_and_what_would_fit(demand, nodes, pools, 
 @given(
     st.lists(st.tuples(st.integers(0, 8), st.integers(0, 4)), max_size=5),
     st.integers(1, 4),
-    st.integers(0, 4),
     st.integers(1, 6),
 )
-def test_fitting_runs_are_within_the_totals(sizes, workers, data_cpus, limit):
+def test_fitting_runs_are_within_the_totals(sizes, workers, limit):
     nodes = [Node({"CPU": float(cpus), "GPU": float(gpus)}) for cpus, gpus in sizes]
-    demand = gpu_run(workers, data_cpus)
+    demand = gpu_run(workers)
     count = max_concurrent(demand, nodes, limit)
     assert count <= limit
     assert count * workers <= sum(gpus for _, gpus in sizes)
-    assert count * (workers + data_cpus) <= sum(cpus for cpus, _ in sizes)
+    assert count * workers <= sum(cpus for cpus, _ in sizes)
     assert (missing_capacity(demand, nodes) is None) == (count > 0)
     if count:
         assert capacity.num_workers_that_fit(demand, nodes) == workers

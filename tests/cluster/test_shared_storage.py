@@ -11,7 +11,7 @@ from mmray.storage.paths import list_files, to_path
 
 def test_bucket_passes_and_is_left_unchanged(s3):
     check_shared(s3.address, [])
-    assert check_storage(s3.address).level == "ok"
+    assert check_storage(s3.address, []).level == "ok"
     assert list_files(to_path(s3.address).parent) == []
 
 
@@ -20,7 +20,7 @@ def test_missing_bucket_is_an_error_with_the_fix(s3):
         ResourceError, match=r"s3://no-such-bucket/runs is not writable: .*AWS_ENDPOINT_URL"
     ):
         check_shared("s3://no-such-bucket/runs", [])
-    found = check_storage("s3://no-such-bucket/runs")
+    found = check_storage("s3://no-such-bucket/runs", [])
     assert found.level == "error" and "The bucket must exist" in found.observed
 
 

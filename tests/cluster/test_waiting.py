@@ -7,7 +7,7 @@ from mmray.cluster.capacity import Demand, Node
 from mmray.cluster.waiting import Contention, ResourceWait
 from mmray.errors import ResourceError
 
-TWO_WORKERS = Demand(2, {"CPU": 2.0}, 0)
+TWO_WORKERS = Demand(2, {"CPU": 2.0})
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_line_names_runs_of_a_higher_priority(cluster):
 
 def test_wait_ends_at_its_limit(cluster):
     clock, _ = cluster
-    wait = ResourceWait(Demand(0, {}, 3), 30.0, lambda *_: None)
+    wait = ResourceWait(Demand(3, {"CPU": 1.0}, purpose="data"), 30.0, lambda *_: None)
     clock[0] = 29.0
     wait.poll()
     clock[0] = 30.0

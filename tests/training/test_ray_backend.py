@@ -77,7 +77,7 @@ def test_decode_actors_of_a_worker_are_reserved_with_it(
     cluster(nodes, pools)
     config = Config(cluster=section, data=data)
     demand = resource_demand(config)
-    assert (demand.per_worker["CPU"], demand.data_cpus) == (cpus, 0)
+    assert demand.per_worker["CPU"] == cpus
     found = decoder_limits(config, demand)
     assert (found.reserved, found.minimum, found.maximum) == limits
 

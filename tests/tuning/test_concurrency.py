@@ -18,9 +18,9 @@ from mmray.tuning.trials import TrialResources
 CLUSTER_YAML = yaml.safe_load((Path(__file__).parents[2] / "cluster.yaml").read_text())
 POOLS = parse_launcher_config(CLUSTER_YAML)
 HEAD = Node({HEAD_RESOURCE: 1.0}, {ROLE_LABEL: "head"})
-ON_ROLES = Demand(1, {"CPU": 1.0, "GPU": 1.0}, 2, {ROLE_LABEL: "train"}, {ROLE_LABEL: "data"})
-TWO_CPU_WORKERS = Demand(2, {"CPU": 1.0}, data_cpus=2)
-GPU_WORKERS = Demand(2, {"CPU": 1.0, "GPU": 1.0}, data_cpus=3)
+ON_ROLES = Demand(1, {"CPU": 1.0, "GPU": 1.0}, {ROLE_LABEL: "train"})
+TWO_CPU_WORKERS = Demand(2, {"CPU": 1.0})
+GPU_WORKERS = Demand(2, {"CPU": 1.0, "GPU": 1.0})
 ONE_WORKER = [Config(cluster=Cluster(workers=1))]
 
 
@@ -50,7 +50,8 @@ THREE = nodes(3, "gpu", "train", CPU=8.0, GPU=1.0)
     ],
 )
 def test_concurrency_follows_free_and_future_nodes(free, whole, demand, wanted, pools, planned):
-    assert fit_trials(free, whole, demand, wanted, pools) == planned
+    data_selector = {ROLE_LABEL: "data"} if demand is ON_ROLES else {}
+    assert fit_trials(free, whole, demand, data_selector, wanted, pools) == planned
 
 
 @pytest.fixture
