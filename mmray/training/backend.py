@@ -47,12 +47,9 @@ COLLECTIVE_ERRORS = re.compile(
 class WorkerFailed(Exception):
     """A worker failed, or did not start.
 
-    Both arguments are attributes.
-
     Args:
-        kind: Kind of the failure: `lost` (a worker, node or connection), `device` (a GPU or its
-            link), `preempted` (its node was drained) or `raised` (code raised an error).
-        cause: The error of the worker.
+        kind: `lost` (a worker, node or connection), `device` (a GPU or its link), `preempted` (its
+            node was drained) or `raised` (code raised an error).
     """
 
     def __init__(self, kind: str, cause: BaseException) -> None:
@@ -94,11 +91,7 @@ def select_cause(
 
     Args:
         errors: What the workers raised, at least one.
-        is_lost: Called with an error; returns whether it means that a worker was lost, not that its
-            code failed.
-
-    Returns:
-        A WorkerFailed: `cause`, the most likely error, and `kind`: `device`, `raised` or `lost`.
+        is_lost: Returns whether an error means that a worker was lost, not that its code failed.
     """
 
     def order(error: BaseException) -> tuple[bool, ...]:
@@ -121,14 +114,8 @@ def select_cause(
 class Attempt:
     """One start of the workers of a run, and what they start from.
 
-    An attempt ends when the run is finished or stopped, a worker fails, or the number of workers
-    changes. In the last two cases another attempt resumes from the newest checkpoint.
-
     Args:
-        resolved: The run as it was resolved: its settings, sets and number of steps, and the batch
-            shape for the number of workers of the attempt.
-        fencing_token: Number of this attempt's claim on the folder; a process with a lower one may
-            no longer write.
+        resolved: The run, with the batch shape for the number of workers of the attempt.
         checkpoint: Folder of the checkpoint to resume from; None: step 0.
         bad_rows: Indices in the training set of the rows that earlier attempts could not read.
     """
@@ -140,16 +127,11 @@ class Attempt:
     bad_rows: set[int]
 
     def worker_context(self, decoders: int | None) -> WorkerContext:
-        """Return what each worker of the attempt needs.
-
-        It has the settings, the reader of rows, and the evaluation set.
+        """Return what each worker of the attempt needs; it is pickled to them.
 
         Args:
-            decoders: Number of processes that read and decode rows, of all workers together; None:
-                as many as they need.
-
-        Returns:
-            A WorkerContext, which is pickled to the workers: settings, folder and data of the run.
+            decoders: Number of decode processes of all workers together; None: as many as they
+                need.
         """
         resolved = self.resolved
         config = self.resolved.config
@@ -180,17 +162,7 @@ class Attempt:
 
 
 def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None) -> ResumePoint:
-    """Return from which step and checkpoint the workers start, the same for every rank.
-
-    Args:
-        resolved: The run: its settings, sets and number of steps, and the batch shape for the
-            number of workers.
-        checkpoint: Folder of the checkpoint to resume from; None: step 0.
-
-    Returns:
-        A ResumePoint: `plan`, the SamplePlan with the rows of each step for this number of workers;
-        `step`, the first step; and `checkpoint`, its folder or None.
-    """
+    """Return from which step and checkpoint the workers start, the same for every rank."""
     config = resolved.config
     shuffle = config.data.block_shuffle
     shape = resolved.batch_shape
@@ -260,13 +232,7 @@ def run_in_thread(call: Callable[[], T], poll: Callable[[], None]) -> T:
 
 
 class Backend(Protocol):
-    """Starts the workers of each attempt, on a Ray cluster or on this machine.
-
-    An attempt is one start of the workers of a run; after a failure, a preemption or a change of
-    the number of workers another one follows.
-
-    RayBackend and LocalBackend implement all methods: they check and complete the settings, choose
-    the number of workers, start them (`start` returns a Workers), and find the cause of a failure.
+    """Starts the workers of each attempt: RayBackend on a cluster, LocalBackend on this machine.
 
     Attributes:
         errors: Types of errors of a cluster or a worker, after which the workers may be restarted;
@@ -278,9 +244,6 @@ class Backend(Protocol):
     def check(self, config: Config, reporter: RunReporter) -> None:
         """Check that the run can start here, and log warnings.
 
-        Args:
-            reporter: Receives the warnings.
-
         Raises:
             ResourceError: The cluster or machine can never provide what the run needs.
             UsageError: `run.storage` cannot be used here.
@@ -288,48 +251,24 @@ class Backend(Protocol):
 
     def resolve(self, config: Config) -> Config:
         """Return the settings with values in place of `auto` in `cluster.accelerator` and
-        `cluster.cpus_per_worker`.
-
-        These values are kept when workers are restarted.
-
-        Args:
-            config: Settings of the run, in which both may be `auto`.
+        `cluster.cpus_per_worker`, which are kept when workers are restarted.
         """
 
     def num_local(self, device: str) -> int | None:
-        """Return the number of cores or GPUs of this machine; None if workers may run on others, or
-        torchrun has started one process for each worker.
-
-        Args:
-            device: `cpu` for cores, `gpu` for GPUs.
+        """Return the number of cores (`cpu`) or GPUs (`gpu`) of this machine; None if workers may
+        run on others, or torchrun has started one process for each worker.
         """
 
     def choose_world_size(self, config: Config) -> int:
-        """Return the number of workers for the next start of the workers.
-
-        Args:
-            config: Settings of the run. If `cluster.workers` is a range, as many as fit now are
-                taken, and at least its minimum; of a number, that number.
+        """Return the number of workers for the next attempt: of a range `cluster.workers` as many
+        as fit now, and at least its minimum.
         """
 
     def start(self, attempt: Attempt) -> Workers:
-        """Start the workers of an attempt (one start of the workers of a run), without waiting for
-        them.
-
-        Args:
-            attempt: Run, settings, global batch and micro-batch, and checkpoint that they start
-                from.
-
-        Returns:
-            A Workers: `wait` waits for the end, `drain` returns their messages, and `request_stop`
-            and `kill` stop them.
-        """
+        """Start the workers of an attempt, without waiting for them."""
 
     def exclude_node(self, config: Config, node: str) -> bool:
         """Start no more workers of this run on a node, because a device failed there.
-
-        Args:
-            node: ID of the node.
 
         Returns:
             False if the run would not fit without the node, which is then still used.
@@ -339,11 +278,5 @@ class Backend(Protocol):
         """Find out why the workers failed.
 
         Args:
-            error: The error that they raised.
             monitor: The monitor of these workers, which has their last heartbeats.
-
-        Returns:
-            A WorkerFailed with `cause`, the error, and `kind`: `lost` (a worker or node was lost),
-            `device` (a GPU failed), `preempted` (a node was drained) or `raised` (code raised an
-            error).
         """

@@ -13,12 +13,6 @@ IMPORTING = "importing the engine"  # a worker's first stage
 class Coordinator:
     """Messages between the driver and the workers, an actor under Ray.
 
-    It keeps new messages of workers (metrics, stages, notes, durations), each rank's last
-    heartbeat, the unreadable rows, and requests of the driver.
-
-    A worker calls `push(message)` and `heartbeat(record)`, whose reply has the requests; the driver
-    calls `drain`, which returns new messages and the last heartbeats.
-
     Args:
         bad_rows: Indices in the training set of the rows that could not be read before the workers
             were restarted.
@@ -46,14 +40,11 @@ class Coordinator:
         self._messages.append(message)
 
     def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the messages that the driver has not received, and the last heartbeats.
+        """Return the messages that the driver has not received, and each rank's last heartbeat with
+        its age in seconds as `age_s`.
 
         A message is kept until a later call counts it as received, because a reply may not reach
         the driver in time.
-
-        Returns:
-            The messages after them, as `push` got them, and the last heartbeat of each rank, as
-            `heartbeat` got it, with its age in seconds as `age_s`.
         """
         del self._messages[: num_received - self._num_received]
         self._num_received = num_received
@@ -65,13 +56,8 @@ class Coordinator:
         ]
 
     def heartbeat(self, record: dict[str, Any]) -> tuple[bool, bool, bool]:
-        """Store the heartbeat of a rank, and return the requests of the driver.
-
-        Args:
-            record: `rank`, `node` (its ID), `pid`, `started_s` (of the process, since the epoch),
-                `step`, `progress` (a counter), `state` (`starting`, `first_step`, `training`,
-                `waiting_for_data`, `compiling`, `evaluating` or `saving`), `where` (`file:line in
-                function`) and `in_collective` (bool); with `ended` the rank is removed.
+        """Store the heartbeat of a rank, the fields of HeartbeatRecord; with `ended` the rank is
+        removed.
 
         Returns:
             Three flags: a stop is requested, stacks are requested, and CPUs that the run can do
@@ -96,25 +82,19 @@ class Coordinator:
         return len(self._bad_rows)
 
     def request_stop(self) -> None:
-        """Request that all ranks save a checkpoint after the next step and end.
-
-        Each rank gets the request as the reply to its next heartbeat.
+        """Request that all ranks save a checkpoint after the next step and end, with the reply to
+        their next heartbeat.
         """
         self._stop_requested = True
 
     def set_must_yield(self, must_yield: bool) -> None:
-        """Set whether other jobs wait for resources of the cluster.
-
-        Ranks then give back CPUs that they can do without, such as those of some decode processes.
-
-        Args:
-            must_yield: Whether they wait.
+        """Set whether other jobs wait for resources, so that ranks give back CPUs that they can do
+        without.
         """
         self._must_yield = must_yield
 
     def request_stacks(self) -> None:
-        """Request that all ranks write the stacks of their threads to the run's folder.
-
-        Each rank gets the request as the reply to its next heartbeat.
+        """Request that all ranks write the stacks of their threads to the run's folder, with the
+        reply to their next heartbeat.
         """
         self._stacks_requested = True

@@ -37,9 +37,7 @@ class RunOutcome:
     """Outcome of a run.
 
     Args:
-        result: Content of result.json, as `Supervisor.train` returns it: `status` (`finished` or
-            `stopped`), `steps`, `scores` (metrics of the last evaluation by name), `metrics` (the
-            last line of metrics.jsonl) and others.
+        result: Content of result.json.
         already_done: Whether the run had finished before, so that nothing was trained.
     """
 
@@ -51,11 +49,10 @@ class RunOutcome:
 class StartTimeline:
     """Reporter that passes progress to another one, and records when each stage of a start began.
 
-    It implements RunReporter. A start is that of the command, or a restart of the workers; it ends
-    with step 1 or the first step after the restart.
+    A start is that of the command, or a restart of the workers; it ends with step 1 or the first
+    step after the restart.
 
     Args:
-        reporter: The other reporter.
         start_s: time.monotonic() at the start of the command.
 
     Attributes:
@@ -73,11 +70,7 @@ class StartTimeline:
         self._start_s = start_s
 
     def status(self, title: str) -> None:
-        """Record a stage of the start with the seconds since the command, and pass it on.
-
-        Args:
-            title: The stage, such as `starting Ray`.
-        """
+        """Record a stage of the start, and pass it on."""
         if self.starts[-1][-1]["stage"] == TRAINING:
             self.starts.append([])
         self.starts[-1].append({"stage": title, "at_s": round(time.monotonic() - self._start_s, 2)})
@@ -95,16 +88,10 @@ def train(
     """Train a run from start to end, or resume it if it exists.
 
     Args:
-        start_s: time.monotonic() when the command started, from which the times of the stages of
-            the start are measured; None: now.
-        should_stop: Called without arguments each second; True stops like Ctrl-C, at a checkpoint.
+        start_s: time.monotonic() when the command started; None: now.
+        should_stop: Called each second; True stops like Ctrl-C, at a checkpoint.
         local: Do not use Ray, although this process is connected to it.
         check_storage: Check that all nodes can use `run.storage`.
-
-    Returns:
-        A RunOutcome: `path` (folder of the run), `result` (content of result.json, with `status`,
-        `steps`, `scores`, `metrics` and others), and `already_done`, whether nothing was trained
-        because the run had finished before.
 
     Raises:
         MmrayError: The run cannot start or failed; its `exit_code` is the exit status of the
@@ -137,8 +124,6 @@ def check_classes(config: Config, log: Callable[[str, str], None]) -> None:
     """Check that the classes and packages that settings name can be loaded.
 
     Args:
-        config: Settings of the run: trackers, callbacks, objective, model kind, LoRA and float8 are
-            checked.
         log: Called with (message, label) for settings that only workers can check.
 
     Raises:
@@ -271,15 +256,12 @@ def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: RunReport
 
 
 def describe_idle(config: Config, num_local: int | None) -> str | None:
-    """Describe which cores or GPUs of this machine are not used for training, and how to use them.
+    """Describe which cores or GPUs of this machine are not used for training, and how to use them,
+    such as `3 of 4 GPUs; --cluster.workers 4 uses them`; None if nothing is idle.
 
     Args:
-        config: Settings of the run, with `gpu` or `cpu` as `cluster.accelerator`.
         num_local: Number of GPUs of the machine (of cores for training on CPUs); None: the workers
             run on a cluster.
-
-    Returns:
-        Such as `3 of 4 GPUs; --cluster.workers 4 uses them`; None if nothing is idle.
     """
     cluster = config.cluster
     on_gpus = config.cluster.accelerator == "gpu"

@@ -52,18 +52,12 @@ from mmray.training.run_dir import (
     find_set,
 )
 
-Step = int | Literal["best"] | None  # a step, the best checkpoint, or (None) the latest
+# A step, the checkpoint with the best metric (`best_metric`), or (None) the newest valid one.
+Step = int | Literal["best"] | None
 
 
 def load_run_config(folder: AnyPath) -> Config:
-    """Return the config of a run.
-
-    Args:
-        folder: Folder or URI of the run.
-
-    Raises:
-        UsageError: The folder is not a run.
-    """
+    """Return the config of a run; raise UsageError if the folder is not a run."""
     file = to_path(folder) / "config.yaml"
     if not file.exists():
         problem = (
@@ -75,12 +69,6 @@ def load_run_config(folder: AnyPath) -> Config:
 
 def open_run(folder: AnyPath, step: Step) -> tuple[Config, str, AnyPath]:
     """Return what is needed to evaluate or export a run, which may still be training.
-
-    Args:
-        folder: Folder or URI of the run.
-        step: Step of the checkpoint, or `best` (highest held-out recall@1, or zero-shot accuracy if
-            that is the task of `data.eval`; of a vision-language model lowest loss); None: the
-            newest valid one.
 
     Returns:
         Config of the run, content of its tokenizer.json ("" for a vision-language model), and
@@ -122,10 +110,8 @@ def open_run(folder: AnyPath, step: Step) -> tuple[Config, str, AnyPath]:
 
 
 def pretrained_config(weights: str) -> Config:
-    """Return the config with which pretrained weights are evaluated or exported.
-
-    It is the recipe of their model kind (such as `clip`), with the settings that the weights
-    define, such as image size and tokenizer.
+    """Return the config with which pretrained weights are evaluated or exported: the recipe of
+    their model kind, with the settings that the weights define, such as image size and tokenizer.
 
     Raises:
         UsageError: The weights are unknown or cannot be read.
@@ -141,20 +127,11 @@ def pretrained_config(weights: str) -> Config:
 def open_model(
     source: AnyPath | Config, step: Step, log: Callable[[str, str], None]
 ) -> tuple[Config, str, AnyPath | None]:
-    """Return what is needed to evaluate or export a run or pretrained weights.
+    """Return what `open_run` returns, for a run or for pretrained weights.
 
     Args:
-        source: Folder or URI of a run; or a config whose `model.weights` and
-            `model.inputs.tokenizer` name pretrained weights and their tokenizer, from
-            `pretrained_config`.
-        step: Step of the checkpoint of a run, or `best` (highest held-out recall@1, or zero-shot
-            accuracy if that is the task of `data.eval`; of a vision-language model lowest loss);
-            None: the newest valid one.
-        log: Called with (warning, label), if weights have more tokens than their tokenizer.
-
-    Returns:
-        The config, content of tokenizer.json ("" for a vision-language model), and folder of the
-        checkpoint, None for pretrained weights.
+        source: Folder or URI of a run; or a config of `pretrained_config`, without a checkpoint.
+        log: Called with (warning, label).
 
     Raises:
         UsageError: The folder is not a run or has no such valid checkpoint, the tokenizer cannot be
@@ -182,16 +159,10 @@ def export_model(
     `mmray.load` loads.
 
     Args:
-        source: Folder or URI of the run; or the config of pretrained weights, from
-            `pretrained_config`.
-        step: Step of the checkpoint, or `best` (highest held-out recall@1, or zero-shot accuracy if
-            that is the task of `data.eval`; of a vision-language model lowest loss); None: the
-            newest valid one.
+        source: Folder or URI of the run; or a config of `pretrained_config`.
         interpolate: Share of the checkpoint's weights, 0 to 1; the rest is of `model.weights`, from
             which the run started.
         format: Library that opens the folder, besides mmray.
-        log: Called with (line, label), where the label, such as `warning`, is the word to print
-            before the line.
 
     Raises:
         UsageError: There is no such checkpoint, the weights or the tokenizer cannot be loaded, the
@@ -220,11 +191,7 @@ def interpolate_from_start(model: nn.Module, settings: AnyModel, share: float) -
     accuracy of the initial weights on other data.
 
     Args:
-        settings: The `model` section of its run; `weights` are the initial weights.
         share: Factor of the trained weights, 0 to 1; that of the initial ones is 1 - share.
-
-    Raises:
-        UsageError: The share is outside 0 to 1, or the run did not start from `model.weights`.
     """
     _check_interpolation(settings, share)
     start = build(settings.replace(lora=Lora()), settings.vocab_size).state_dict()
@@ -293,34 +260,24 @@ def evaluate_model(
     """Evaluate a checkpoint of a run, or pretrained weights.
 
     Args:
-        source: Folder or URI of the run; or the config of pretrained weights, from
-            `pretrained_config`. For weights, Ray Train writes its small files to run.storage/ray.
+        source: Folder or URI of the run; or a config of `pretrained_config`, for which Ray Train
+            writes its small files to run.storage/ray.
         data: Prepared set or raw source to evaluate on; None: the held-out rows of the run.
         split: Split of the set; None: `data.eval_split` of the run, or `test` if `data` is given.
-        step: Step of the checkpoint, or `best` (highest held-out recall@1, or zero-shot accuracy if
-            that is the task of `data.eval`; of a vision-language model lowest loss); None: the
-            newest valid one.
-        address: Address of a Ray cluster; None: RAY_ADDRESS, otherwise this machine.
         settings: Settings of the evaluation; None: those of the run or the config.
-        where: Evaluate on the rows for which this condition on columns holds, such as `width >
-            256`; None: `data.eval_where` of the run, or all rows if `data` is given.
-        captions: Column of captions; None: `data.eval_captions` of the run, or the first column if
-            `data` is given.
+        where: None: `data.eval_where` of the run, or all rows if `data` is given.
+        captions: None: `data.eval_captions` of the run, or the first column if `data` is given.
         shares: Shares of the checkpoint's weights to evaluate, 0 to 1; the rest is of
             `model.weights`, from which the run started.
         cluster: Settings of the `cluster` section, such as `workers`; None keeps the run's value.
 
     Returns:
-        For each share the metrics by name that the evaluator's `score` returns, such as
-        `recall_at_1/mean`, `rows` and `loss`. With several sets each name starts with that of its
-        set, such as `flickr/rows`.
+        For each share the metrics by name that the evaluator's `score` returns. With several sets
+        each name starts with that of its set, such as `flickr/rows`.
 
     Raises:
-        UsageError: There is no such checkpoint, the weights or the tokenizer cannot be loaded, the
-            model cannot be evaluated as configured, or the run did not start from `model.weights`.
-        DataError: The set cannot be opened.
-        ResourceError: The cluster cannot provide the workers.
-        TrainingError: A worker failed.
+        MmrayError: There is no such checkpoint or set, the model cannot be evaluated as configured,
+            the cluster cannot provide the workers, or a worker failed.
     """
     config, tokenizer_json, checkpoint = open_model(source, step, reporter.log)
     folder = to_path(config.run.storage) if isinstance(source, Config) else source
@@ -431,14 +388,12 @@ def with_tokenizer(config: Config, log: Callable[[str, str], None]) -> tuple[Con
     """Load the tokenizer of pretrained weights.
 
     Args:
-        config: Config whose `model.weights` and `model.inputs.tokenizer` name the weights and the
-            tokenizer, from `pretrained_config`.
+        config: A config of `pretrained_config`.
         log: Called with (warning, label) if the weights have more tokens.
 
     Returns:
-        The config, whose section `model` has the vocabulary size and the padding token of the
-        tokenizer, and the content of tokenizer.json. Of a vision-language model the config
-        unchanged, and "".
+        The config with the vocabulary size and the padding token of the tokenizer, and the content
+        of tokenizer.json. Of a vision-language model the config unchanged, and "".
 
     Raises:
         UsageError: The tokenizer cannot be loaded, or only a set defines it.

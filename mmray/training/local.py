@@ -54,9 +54,6 @@ class LocalBackend:
 
     Args:
         world_size: Number of workers; under torchrun it has started those of ranks 1 and up.
-
-    Attributes:
-        errors: Types of errors of a worker or of storage, after which the workers may be restarted.
     """
 
     errors: tuple[type[Exception], ...] = (WorkerFailed, MmrayError, OSError)
@@ -116,9 +113,9 @@ def count_gpus() -> int:
 def check_gpus(config: Config, workers: int = 1) -> None:
     """Check that this machine has the GPUs of the workers.
 
-    Args:
-        config: Settings of the run. `cluster.accelerator` `gpu` requires GPUs, and `auto` requires
-            one for each of several workers if there are any.
+    `cluster.accelerator` `gpu` requires them, and `auto` one for each of several workers if there
+    are
+    any.
 
     Raises:
         ResourceError: torch can use fewer.
@@ -182,11 +179,8 @@ def measure_in_worker(
 class LocalWorkers(Workers):
     """The worker process of a run on this machine, and the thread that receives its messages.
 
-    It implements the protocol `Workers`.
-
     Args:
         process: A process that runs `run_worker` and waits for its arguments.
-        attempt: What the worker starts from.
     """
 
     def __init__(self, process: ChildProcess, attempt: Attempt) -> None:
@@ -255,10 +249,6 @@ def num_decode_processes(config: Config, workers: int) -> int:
 
 def with_workers_of_torchrun(config: Config, log: Callable[[str, str], None]) -> Config:
     """Return the settings of a run with one worker in each process that torchrun started.
-
-    Args:
-        config: Settings of the run. What they request from Ray has no effect.
-        log: Called with (line, label).
 
     Raises:
         UsageError: torchrun started processes on several machines.

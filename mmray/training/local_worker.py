@@ -50,8 +50,7 @@ def run_worker(channel: Channel) -> dict[str, Any]:
             {"step": 1, ...}).
 
     Returns:
-        Fields of result.json: `status` (`finished` or `stopped`), `steps`, `rows_consumed`,
-        `skipped_steps`, and the dicts `metrics` and `scores`, values by name.
+        The result of `train_worker`.
     """
     configure_process()
     channel.send(("push", {"stage": IMPORTING}))

@@ -52,12 +52,9 @@ StopReason = Literal["user", "resize", "preempted"]
 
 @dataclass(frozen=True)
 class HeartbeatRecord:
-    """The last heartbeat (report that a worker is alive) of a rank.
+    """The last heartbeat of a rank.
 
     Attributes:
-        rank: Rank of the worker.
-        node: ID of its node.
-        pid: Its process ID.
         started_s: Start time of the process in seconds since the epoch.
         step: Number of steps that it has taken.
         progress: Counter that grows with each step, and while starting, evaluating or saving
@@ -65,9 +62,8 @@ class HeartbeatRecord:
         where: `file:line in function` of the innermost call of mmray or of the user's code.
         in_collective: Whether it is in a collective, or in a backward with collectives: it waits
             for other ranks.
-        state: What it does: `starting`, `first_step`, `training`, `waiting_for_data`, `compiling`,
-            `evaluating` or `saving`.
-        age_s: Seconds since the coordinator, which passes messages to the driver, received it.
+        state: A state of `Cluster.state_limits_s`.
+        age_s: Seconds since the coordinator received it.
     """
 
     rank: int
@@ -94,36 +90,24 @@ class HeartbeatRecord:
 
 
 class Workers(Protocol):
-    """The workers of one attempt (one start of the workers of a run), as the driver sees them.
-
-    The defaults of some methods are those of workers outside a cluster.
-
-    A subclass implements `wait` (returns the result of rank 0), `drain` (new messages and last
-    heartbeats), `request_stop`, `request_stacks`, `kill`, `describe_data` and `close`.
+    """The workers of one attempt, as the driver sees them; the defaults are those of workers
+    outside a cluster.
     """
 
     def wait(self, poll: Callable[[], None]) -> dict[str, Any]:
-        """Wait until the workers have ended.
+        """Wait until the workers have ended, and return the result of rank 0; raise a worker's
+        error.
 
         Args:
-            poll: Called without arguments several times per second.
-
-        Returns:
-            The result of rank 0, fields of result.json: `status` (`finished` or `stopped`),
-            `steps`, `rows_consumed`, `skipped_steps`, `metrics` and `scores`. An error that a
-            worker raised is raised.
+            poll: Called several times per second.
         """
 
     def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the new messages and the last heartbeats of the workers.
+        """Return the new messages and the last heartbeats of the workers, as `Coordinator.drain`.
 
         Args:
             num_received: Number of messages that earlier calls returned; they are not returned
                 again.
-
-        Returns:
-            Messages in order, each a dict that `Coordinator.push` got; and for each rank its last
-            heartbeat as a dict, the fields of HeartbeatRecord.
         """
 
     def request_stop(self) -> None:
@@ -133,11 +117,7 @@ class Workers(Protocol):
         """Request that all ranks write the stacks of their threads to the run's folder."""
 
     def kill(self, heartbeats: Sequence[HeartbeatRecord]) -> None:
-        """Send SIGKILL to the processes of the ranks.
-
-        Args:
-            heartbeats: The last heartbeat of each rank, with its node, process ID and start time.
-        """
+        """Send SIGKILL to the processes of the ranks."""
 
     def draining_nodes(self) -> dict[str, float]:
         """Return the nodes that will be preempted: time in seconds since the epoch (0: unknown) by
@@ -170,11 +150,8 @@ class Workers(Protocol):
         """
 
     def export_metrics(self, metrics: dict[str, Any]) -> None:
-        """Export a logged line of metrics to Ray's metrics (Prometheus), if the workers run on Ray.
-
-        Args:
-            metrics: The line in metrics.jsonl, values by name, and the totals `run/restarts` and
-                `run/bad_rows`.
+        """Export a logged line of metrics, with the totals `run/restarts` and `run/bad_rows`, to
+        Ray's metrics, if the workers run on Ray.
         """
         return
 
@@ -189,12 +166,8 @@ class HangDetector:
     A new state counts as progress: a rank that waited longer than a step may take has just received
     its rows, or a rank that waited for it has just left the collective.
 
-    `check(records, now_s)` takes the last heartbeat of each rank, and returns a message that names
-    hung ranks, or None.
-
     Attributes:
-        limits_s: Longest time in seconds without progress by each state of a HeartbeatRecord, such
-            as {"training": 600.0, ...}.
+        limits_s: `Cluster.state_limits_s`.
     """
 
     limits_s: dict[str, float]
@@ -207,8 +180,7 @@ class HangDetector:
         """Compare the heartbeats with those of earlier checks, and detect a hang.
 
         Args:
-            records: The last heartbeat of each rank, with its state, its counter of progress and
-                its age.
+            records: The last heartbeat of each rank.
             now_s: The present time, of time.monotonic().
 
         Returns:
@@ -260,11 +232,8 @@ class HangDetector:
 
 
 def stuck_ranks(records: Sequence[HeartbeatRecord]) -> list[HeartbeatRecord]:
-    """Return the heartbeats of the ranks that the others probably wait for.
-
-    Returns:
-        Heartbeats of processes that have sent none for 5 s. If there are none, those of ranks that
-        are not in a collective; otherwise all.
+    """Return the heartbeats of the ranks that the others probably wait for: of processes that have
+    sent none for 5 s, otherwise of ranks that are not in a collective, otherwise all.
     """
     silent = [record for record in records if record.age_s > SILENT_S]
     outside = [record for record in records if not record.in_collective]
@@ -274,15 +243,9 @@ def stuck_ranks(records: Sequence[HeartbeatRecord]) -> list[HeartbeatRecord]:
 def checkpoint_request_time_s(
     preempted_at_s: float, checkpoint_duration_s: float, step_duration_s: float
 ) -> float:
-    """Return the time at which to request the last checkpoint before a preemption.
-
-    Args:
-        preempted_at_s: Time of the preemption in seconds since the epoch; 0: unknown.
-        checkpoint_duration_s: Seconds that a checkpoint takes; 0: unknown.
-
-    Returns:
-        Seconds since the epoch, early enough for two steps and two checkpoints; 0: immediately,
-        because the time of the preemption or of a checkpoint is unknown.
+    """Return the time at which to request the last checkpoint before a preemption, in seconds since
+    the epoch: early enough for two steps and two checkpoints; 0 is immediately, and an unknown
+    time.
     """
     if not preempted_at_s or not checkpoint_duration_s:  # unknown
         return 0.0
@@ -294,8 +257,6 @@ def checkpoint_request_time_s(
 class RunProgress:
     """Progress of a run, from the messages of its workers; kept when workers are restarted.
 
-    `update(message)` takes a dict that a worker sent, and stores the values that it has.
-
     Attributes:
         last_step: The last logged step; before the first one, the step from which the workers
             resumed.
@@ -303,8 +264,6 @@ class RunProgress:
         wasted_steps: Steps that were taken again after restarts.
         step_s: Newest seconds of a step; 0: unknown.
         checkpoint_s: Newest seconds of a save; 0: unknown.
-        bad_rows: Rows that could not be read.
-        restarts: Restarts of the workers.
         all_processes_peak_gib: Largest sum of the memory of the run's processes in GiB; 0: unknown.
     """
 
@@ -318,13 +277,7 @@ class RunProgress:
     all_processes_peak_gib: float = 0.0
 
     def update(self, message: dict[str, Any]) -> None:
-        """Store the values that a message of a worker reports.
-
-        Args:
-            message: May have `step` (the number of a logged step), `time/step_s` (seconds of a
-                step), `checkpoint_s` (seconds of a save), `wasted_steps` (steps that were taken
-                again) and `bad_rows` (rows that could not be read so far); other keys are ignored.
-        """
+        """Store the values that a message of a worker reports (`Coordinator.push` lists them)."""
         self.wasted_steps += message.get(WASTED_STEPS, 0)
         self.step_s = message.get("time/step_s", self.step_s)
         self.checkpoint_s = message.get(CHECKPOINT_S, self.checkpoint_s)
@@ -336,34 +289,19 @@ class RunProgress:
 
 @dataclass
 class AttemptMonitor:
-    """Monitors one attempt (one start of the workers of a run) from the driver.
-
-    It detects hung ranks, nodes that will be preempted and capacity for more workers, and handles
-    signals.
-
-    The driver calls `poll()` several times a second while the workers run.
+    """Monitors one attempt from the driver, which calls `poll()` several times a second: hung
+    ranks, nodes that will be preempted, capacity for more workers, and signals.
 
     Attributes:
-        config: Settings of the run, with the range of workers that the user set.
-        batch_shape: Global batch and micro-batch of the attempt; the micro-batch that was searched,
-            once it is known.
-        workers: The workers.
-        reporter: Receives progress and messages.
-        total_steps: Number of steps of the run.
-        start_step: Step from which the workers start.
-        progress: Progress of the run, which is updated.
+        batch_shape: The batch shape of the attempt; the one that was searched, once it is known.
         retried_errors: Errors of checks of the cluster after which training continues.
         failed_resizes: How often this number of workers stopped so that the run could restart with
             more, but more workers did not start.
-        should_stop: Called without arguments; returns True if the caller wants the run to stop at a
-            checkpoint.
+        should_stop: Returns True if the caller wants the run to stop at a checkpoint.
         hang: Message that names the hung ranks; None: no hang.
-        preempted: Whether a node of the workers is being preempted.
-        stop_reason: Why the workers were asked to stop: `user`, `resize` or `preempted`; None: they
-            were not.
+        stop_reason: Why the workers were asked to stop; None: they were not.
         started: Whether a worker has sent a heartbeat.
         trained: Whether the first step has been taken.
-        heartbeats: The last heartbeat of each rank.
     """
 
     config: Config
@@ -404,9 +342,7 @@ class AttemptMonitor:
 
     def poll(self) -> None:
         """Read messages and heartbeats of the workers, and check for hangs, preemptions, a
-        requested stop and capacity for more workers.
-
-        Call it several times a second; each check has its own interval.
+        requested stop and capacity for more workers, each at its own interval.
 
         Raises:
             ResourceError: A worker has sent no first heartbeat in time.
@@ -448,9 +384,8 @@ class AttemptMonitor:
             self.workers.request_stop()
 
     def on_signal(self, _: int, __: FrameType | None) -> None:
-        """Handle Ctrl-C or SIGTERM: stop at a checkpoint after the next step.
-
-        It is a handler of signal.signal, whose two arguments it does not use.
+        """Handle Ctrl-C or SIGTERM (a handler of signal.signal): stop at a checkpoint after the
+        next step.
 
         Raises:
             ForceExit: It is the second signal, or the first step has not been taken.
@@ -500,9 +435,8 @@ class AttemptMonitor:
             self.progress.all_processes_peak_gib = max(self.progress.all_processes_peak_gib, gib)
 
     def _check_start(self, now_s: float) -> None:
-        """Raise ResourceError if a worker sends no first heartbeat;
-
-        Ray would wait for its import of torch forever.
+        """Raise ResourceError if a worker sends no first heartbeat: Ray would wait for its import
+        of torch forever.
         """
         limit_s = self.config.cluster.first_heartbeat_s
         if now_s - self._start_s > limit_s and (

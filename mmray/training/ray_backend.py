@@ -81,15 +81,9 @@ class RayBackend:
     """Starts the workers of a run with Ray Train, and again after a failure. It implements the
     protocol `Backend`.
 
-    `start(attempt)` starts the workers and returns a Workers.
-
     Args:
         check_storage: Check before the run that all nodes can use `run.storage`, and the memory of
             the driver's node. A sweep has done so for its trials.
-
-    Attributes:
-        errors: Types of errors of the cluster or of a worker, after which the workers may be
-            restarted.
     """
 
     errors: tuple[type[Exception], ...] = (
@@ -452,11 +446,8 @@ def _measure_in_worker(arguments: dict[str, Any]) -> Any:
 
 
 def name_in_views(folder: AnyPath) -> str:
-    """Return the name of a run in Ray's dashboard and metrics.
-
-    Returns:
-        The name of the folder, such as `clip`; of a trial of a sweep (SWEEP/trials/t001)
-        `SWEEP-t001`.
+    """Return the name of a run in Ray's dashboard and metrics: of its folder, and of a trial of a
+    sweep (SWEEP/trials/t001) `SWEEP-t001`.
     """
     if folder.parent.name == "trials":
         return f"{folder.parent.parent.name}-{folder.name}"
@@ -480,11 +471,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def is_worker_lost(error: BaseException) -> bool:
-    """Return whether an error means that a worker was lost, not that its code failed.
-
-    Args:
-        error: The error of a worker, from `root_cause`.
-    """
+    """Return whether an error means that a worker was lost, not that its code failed."""
     if type(error) is ray.exceptions.RayError:  # a task's error that cannot be pickled
         return False
     # Its class is not part of Ray's public API.
@@ -506,13 +493,6 @@ def decoder_limits(config: Config, demand: Demand) -> DecoderLimits:
     A range `data.workers` is divided by the number of workers, rounded up. With `auto`, the maximum
     on a single machine follows from its cores and memory; on a cluster it is 1024, because each
     further actor requests a CPU and memory from Ray.
-
-    Args:
-        demand: The resources of the workers, including CPUs for data.
-
-    Returns:
-        A DecoderLimits: `reserved` (actors whose CPUs the worker has reserved), `minimum` and
-        `maximum` of a worker, and `label_selector`, the labels of the nodes for further ones.
     """
     minimum = min_decoders(config)
     reserved = demand.per_worker["CPU"] - resource_demand(config, False).per_worker["CPU"]

@@ -52,10 +52,6 @@ class ProcessGroupConfig(BackendConfig):
 
     It names no `framework`: Ray would send its version, an object of torch, to the controller and
     to the actor with the states of runs, which then import torch on the head.
-
-    Args:
-        backend: Backend of torch.distributed: `gloo`, or for GPUs `cpu:gloo,cuda:nccl`.
-        timeout_s: Timeout of collectives.
     """
 
     backend: str = "gloo"
@@ -127,24 +123,15 @@ def _leave() -> None:
 
 
 class ReservedTrainer(DataParallelTrainer):
-    """Ray Train's trainer for workers whose resources the driver has reserved.
-
-    `torch_trainer` builds it. So a driver that waits for resources needs no controller of Ray Train
-    meanwhile. Call `fit_in(group)` in place of `fit()`.
+    """Ray Train's trainer for workers whose resources the driver has reserved, so that a driver
+    that waits for resources needs no controller of Ray Train meanwhile.
     """
 
     _group: PlacementGroup
 
     def fit_in(self, group: PlacementGroup) -> Any:
-        """Run the trainer's `train_loop_per_worker` on all workers, in resources that are reserved,
-        and wait until it has ended.
-
-        Args:
-            group: Ray's placement group with a bundle of resources for each worker; Ray must have
-                reserved it already.
-
-        Returns:
-            What the loop returned on rank 0.
+        """Run the loop on all workers in a placement group that Ray has reserved, wait for its end,
+        and return what it returned on rank 0.
 
         Raises:
             TrainingFailedError: A worker failed (Ray Train's error).
@@ -175,16 +162,9 @@ def torch_trainer(
     """Build Ray Train's trainer for a loop, without retries.
 
     Args:
-        loop: The `train_loop_per_worker`: called with `loop_config` on each worker.
         timeout_s: Timeout of collectives.
         folder: Ray Train writes its small files to the subfolder `ray`.
-        demand: Number of workers, and their resources and labels, which Ray Train sends to the
-            autoscaler.
-        loop_config: The argument of the loop, a dict that can be pickled.
         name: Name of Ray's run; None: a random one.
-
-    Returns:
-        The trainer; its `fit_in(placement group)` runs the loop on all workers.
     """
     no_retries: Any = {
         "max_failures": 0,
@@ -213,14 +193,7 @@ def torch_trainer(
 
 
 def start_coordinator(bad_rows: set[int]) -> Any:
-    """Start the actor that passes messages between workers and driver, on the driver's node.
-
-    Args:
-        bad_rows: Numbers of the rows that could not be read before the workers were restarted.
-
-    Returns:
-        Ray's handle of the actor, of the class Coordinator.
-    """
+    """Start the Coordinator as an actor on the driver's node, and return its handle."""
     driver_node = NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
     )
@@ -261,13 +234,11 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
     """Train one rank, in the process group that Ray Train has created.
 
     Args:
-        arguments: `context` (WorkerContext: settings, folder and data of the run), `resume_point`
-            (ResumePoint: first step and checkpoint), `coordinator` (handle of the actor that passes
-            messages to the driver) and `decoders` (DecoderLimits: processes that decode rows).
+        arguments: `context` (WorkerContext), `resume_point` (ResumePoint), `coordinator` (handle of
+            the actor) and `decoders` (DecoderLimits).
 
     Returns:
-        Fields of result.json: `status` (`finished` or `stopped`), `steps`, `rows_consumed`,
-        `skipped_steps`, and the dicts `metrics` and `scores`, values by name.
+        The result of `train_worker`.
 
     Raises:
         DeviceError: A GPU or its link failed; it names the rank, the GPU and the node.

@@ -62,14 +62,11 @@ class ResolvedRun:
     """A run with every `auto` resolved, ready to start.
 
     Args:
-        config: Resolved settings.
-        train_set: The training set, or the mixture of several.
         eval_sets: The rows to evaluate on, by the name of their set, "" for the only set without a
             name; empty: no evaluation.
         tokenizer_json: Content of tokenizer.json; "" for a vision-language model, whose processor
             is in its weights.
         batch_shape: Global batch and micro-batches with the largest number of workers.
-        steps: Steps of the run.
         data_identity: Content of data.json, equal whenever the run is resumed: `train` (sets and
             weights as text), `fingerprint` (hex digest of the training rows), `num_rows` (of an
             epoch), `tokenizer` (SHA-256 of tokenizer.json in hexadecimal) and `order` (version of
@@ -96,10 +93,6 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
 
     Args:
         config: Settings of the run, with `gpu` or `cpu` as `cluster.accelerator`.
-
-    Returns:
-        A ResolvedRun, ready to start: `config`, `train_set`, `eval_sets` (by name),
-        `tokenizer_json`, `batch_shape`, `steps`, `data_identity` (content of data.json) and others.
 
     Raises:
         MmrayError: A mistake of the user, such as a source that cannot be read, or a batch that is
@@ -290,14 +283,11 @@ def _load_tokenizer(config: Config, train_set: PreparedSet | PreparedMixture) ->
 def describe_equal_captions(
     config: Config, train_set: PreparedSet | PreparedMixture, global_batch_size: int
 ) -> str | None:
-    """Describe how many negatives of a contrastive step have the captions of the row itself.
+    """Describe how many negatives of a contrastive step have the captions of the row itself, with
+    remedies; None for another objective, or below MIN_EQUAL_CAPTIONS.
 
     Of two random rows of a step, both are in set i with the square of its share of an epoch, and
     then have equal captions with `Manifest.same_text_share`. Each row has global batch - 1 others.
-
-    Returns:
-        Their mean number for each row, and remedies; None for another objective, or below
-        MIN_EQUAL_CAPTIONS.
     """
     if _TEXT_CONTRASTS.isdisjoint(config.objective.terms):
         return None
@@ -421,13 +411,7 @@ def describe_unused_texts(
 
 def with_sample_weights(config: Config) -> Config:
     """Replace `sample-vlm` as `model.weights` by the folder of this small model, which is written
-    if it does not exist.
-
-    Args:
-        config: Settings of a run; the model is written to `data.cache`.
-
-    Returns:
-        The config with the folder; unchanged with other weights.
+    to `data.cache` if it does not exist.
 
     Raises:
         UsageError: `data.cache` is on an object store, or not writable.
@@ -445,15 +429,8 @@ def with_sample_weights(config: Config) -> Config:
 
 
 def unusable_rows(model: AnyModel, prepared: PreparedSet) -> dict[str, int]:
-    """Return the numbers of rows of a set that a model cannot use, by what they have.
-
-    Args:
-        prepared: The set, of which the manifest is read.
-
-    Returns:
-        Number of rows by a text for messages, such as {"audio and video": 3}: the kinds of media
-        (`image`, `audio`, `video`) that the rows have, joined by ` and `; or `no image`, `several
-        images` or `text alone`. Without rows that the model can use.
+    """Return the numbers of rows of a set that a model cannot use, by what they have: kinds of
+    media such as `audio and video`, `no image`, `several images` or `text alone`.
     """
     taken = _taken_kinds(model)
     unused = {}
@@ -578,11 +555,8 @@ def eval_prepare_settings(config: Config, source: str) -> Prepare:
 def training_rows(
     prepared: PreparedSet, config: Config, folder: AnyPath, reporter: RunReporter
 ) -> PreparedSet:
-    """Return a PreparedSet with the rows of a set that the run trains on, and the captions that it
-    uses.
-
-    These are the rows that `data.where` selects; None: all. `data.captions` sets how often captions
-    of each column are drawn, and rows without any are left out; None: all alike.
+    """Return the rows of a set that the run trains on, those that `data.where` selects, with the
+    captions of `data.captions`; rows without any are left out.
 
     Raises:
         UsageError: The expression does not fit the columns of the set, or selects no row.
@@ -598,11 +572,8 @@ def training_rows(
 def held_out_rows(
     prepared: PreparedSet, config: Config, folder: AnyPath, reporter: RunReporter
 ) -> PreparedSet:
-    """Return a PreparedSet with the rows of a set that a run evaluates.
-
-    These are the rows that `data.eval_where` selects; None: all. If the set stores captions from
-    several columns of its source, only those of `data.eval_captions` are used; None: of the first
-    column.
+    """Return the rows of a set that a run evaluates, those that `data.eval_where` selects, with the
+    captions of `data.eval_captions`; None: of the first column that the set stores.
 
     Raises:
         UsageError: The expression does not fit the columns of the set, or selects no row.

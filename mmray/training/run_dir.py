@@ -87,14 +87,8 @@ def has_other_files(path: AnyPath, names: Sequence[str]) -> bool:
 def forbidden_changes(
     before: dict[str, Any], after: dict[str, Any], may_change: Sequence[str] = RESUMABLE_CHANGES
 ) -> list[str]:
-    """Return the differences between two configs outside the settings that may change.
-
-    Args:
-        may_change: Names of settings, such as `train.steps`, and of sections with all their
-            settings, such as `run`; by default those that may differ when a run is resumed.
-
-    Returns:
-        A line `setting: old -> new` for each difference.
+    """Return a line `setting: old -> new` for each difference between two configs outside the
+    settings and sections that may change.
     """
     old = flatten(before)
     new = flatten(after)
@@ -108,11 +102,7 @@ def forbidden_changes(
 
 @dataclass(frozen=True)
 class RunDir:
-    """The files of one run.
-
-    `write(name, text)` and `write_json(name, value)` write one atomically, and `read_json(name)`
-    returns its content, {} if it does not exist. `checkpoints` is the folder of the checkpoints.
-    """
+    """The files of one run; they are written atomically."""
 
     path: AnyPath
 
@@ -122,11 +112,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     def write(self, name: str, text: str) -> None:
-        """Write a text file atomically."""
+        """Write a text file."""
         write_atomic(self.path / name, text)
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
-        """Write a JSON file atomically."""
+        """Write a JSON file."""
         self.write(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
     def read_json(self, name: str) -> dict[str, Any]:
@@ -166,8 +156,7 @@ def select_run(
     """Choose the folder of a run: a new one, or an existing run that this command resumes.
 
     Args:
-        data: Content of data.json, the `data_identity` of a ResolvedRun: `train` (address of the
-            set), `fingerprint` (hex digest of its rows), `num_rows` and `tokenizer` (SHA-256).
+        data: Content of data.json, the `data_identity` of a ResolvedRun.
 
     Raises:
         UsageError: Resuming would change the run. The message lists the differences.
@@ -298,16 +287,11 @@ def select_folder(
     """Choose the folder of a run or sweep in `run.storage`.
 
     Args:
-        run: The `run` section: storage, name and whether to resume.
         stem: Without `run.name`, the first suitable folder of STEM, STEM-2, STEM-3, ... is used.
         inspect: Called with a folder. Returns the settings that prevent resuming the run or sweep
             in it (texts such as `train.seed: 0 -> 1`), and whether it has finished; None if there
             is none in the folder.
         kind: `run` or `sweep`, for messages.
-
-    Returns:
-        A RunSelection: `action` (`start`, `resume`, or `done` if it has finished), `path` (the
-        folder), and `skipped`, texts about folders that were not chosen with the reasons.
 
     Raises:
         UsageError: The folder of `run.name` cannot be used as `run.resume` demands.
@@ -352,12 +336,7 @@ def write_run_files(
     config.yaml is written last, because a folder without it is not a run.
 
     Args:
-        config: Settings, for config.yaml.
-        data: Content of data.json, the `data_identity` of a ResolvedRun: `train` (address of the
-            set), `fingerprint` (hex digest of its rows), `num_rows` and `tokenizer` (SHA-256).
-
-    Returns:
-        A RunDir: `path`, and methods such as `read_json(name)` and `write(name, text)`.
+        data: Content of data.json, the `data_identity` of a ResolvedRun.
 
     Raises:
         UsageError: The folder is not writable.
@@ -389,12 +368,7 @@ def write_run_files(
 
 
 def collect_environment() -> dict[str, Any]:
-    """Return the content of environment.json.
-
-    Returns:
-        `python` (version) and `platform` (text), `cores` (number that this process may use) and
-        `packages` (version by name of mmray and the main packages, such as torch).
-    """
+    """Return the content of environment.json: versions, platform and cores."""
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),

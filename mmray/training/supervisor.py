@@ -61,12 +61,9 @@ EVENTS = {
 class Failure:
     """Cause of a failure of the workers, after which they are restarted or the run ends.
 
-    Kinds: `lost`: a worker, node or connection was lost; `hung`: a rank made no progress and the
-    group was killed; `preempted`: a node was drained; `device`: a GPU or its link failed;
-    `storage`: data, a checkpoint or the log could not be read; `raised`: code raised an error.
+    README.md lists the kinds.
 
     Args:
-        kind: One of these kinds.
         step: The last logged step, otherwise the step from which the workers resumed.
         logged: Whether the run has logged the metrics of any step.
     """
@@ -81,8 +78,7 @@ def count_failures(failures: int, failure: Failure, progressed: bool) -> int:
     """Return the number of consecutive failures without a new checkpoint, including a new one if it
     counts.
 
-    Preemptions do not count, nor do restarts with smaller micro-batches, whose number is limited
-    because a micro-batch has at least one row.
+    Preemptions do not count, nor do restarts with smaller micro-batches, which end at one row.
     """
     return (0 if progressed else failures) + (
         failure.kind != "preempted" and retry_shape(failure.error) is None
@@ -90,12 +86,7 @@ def count_failures(failures: int, failure: Failure, progressed: bool) -> int:
 
 
 def retry_shape(error: BaseException) -> BatchShape | None:
-    """Return the batch shape (with smaller micro-batches) to restart with after memory ran out.
-
-    Returns:
-        A BatchShape with a smaller micro-batch, if the error is an OutOfMemoryError that has one;
-        None for another error, or if it cannot be smaller.
-    """
+    """Return the smaller batch shape to restart with after memory ran out, if there is one."""
     return error.retry_shape if isinstance(error, OutOfMemoryError) else None
 
 
@@ -105,17 +96,12 @@ def decide_recovery(
     """Decide whether workers that failed are restarted, or the run ends.
 
     Args:
-        failure: The failure: its kind (such as `lost` or `raised`), its error and the last step.
         before: The failure before it; None: this is the first.
         failures: Number of consecutive failures without a new checkpoint, this one included.
         max_failures: `cluster.max_failures`, the number that is tolerated.
 
     Returns:
-        The reason of a restart as a line for the log, or the error that ends the run. Running out
-        of memory leads to a restart with smaller micro-batches, unless they have one row already.
-        The run ends for an error of mmray that a worker raised (wrong data, for example), an error
-        that is repeated after the same step, an error before the first logged step, and too many
-        failures.
+        The reason of a restart as a line for the log, or the error that ends the run.
     """
     error = failure.error
     if retry_shape(error) is not None:
@@ -156,17 +142,7 @@ def _final_error(message: str, cause: BaseException) -> TrainingError:
 
 
 def classify_failure(error: BaseException, monitor: AttemptMonitor, backend: Backend) -> Failure:
-    """Return why workers failed: as the monitor has detected, otherwise from their error.
-
-    Args:
-        error: The error that the workers raised.
-        monitor: The monitor of the workers, which detects hangs and preemptions.
-        backend: Finds the cause of errors of Ray or a process.
-
-    Returns:
-        A Failure: `kind` (`lost`, `hung`, `preempted`, `device`, `storage` or `raised`), `error`,
-        `step` (the last logged one) and `logged` (whether the run has logged a step).
-    """
+    """Return why workers failed: as the monitor has detected, otherwise from their error."""
     kind = "raised"
     cause: BaseException = error
     if monitor.hang is not None:
@@ -187,18 +163,10 @@ def classify_failure(error: BaseException, monitor: AttemptMonitor, backend: Bac
 class Supervisor:
     """Starts the workers of a run, restarts them after failures, and writes result.json.
 
-    Each start is an attempt: it ends when the run is finished, a worker fails, or the number of
-    workers changes.
-
-    `train()` returns the content of result.json, a dict with `status`, `steps` and metrics.
-
     Args:
-        resolved: The run as it was resolved: its settings, sets, batch shape and number of steps.
         lease: The exclusive right of this process to write into the folder.
-        backend: Starts the workers.
-        starts: For each start a list of its stages as {"stage": name, "at_s": seconds since the
-            command}, for result.json; it grows meanwhile. None: not recorded.
-        should_stop: Called without arguments each second; True stops like Ctrl-C.
+        starts: The stages of each start for result.json, a list that grows meanwhile.
+        should_stop: Called each second; True stops like Ctrl-C.
     """
 
     def __init__(
@@ -237,16 +205,7 @@ class Supervisor:
         it.
 
         Returns:
-            The content of result.json, which is written.
-
-            - `status` (`finished` or `stopped`), `steps`, `rows_consumed` and `skipped_steps`.
-            - `metrics`: the last line of metrics.jsonl, without the prefix `evaluate/`; `scores`:
-              only the values that had it.
-            - `best`: {`step`, `metric`, `score`} of the best checkpoint; None: no step was scored.
-            - Totals of all commands: `restarts`, `resizes`, `preemptions`, `wasted_steps` (taken
-              again) and `elapsed_s`.
-            - `batch` (the batch shape as text), `starts` (as given to the constructor) and
-              `all_processes_peak_gib` (host memory; None: unknown).
+            The content of result.json, which `mmray.Run.result` describes.
 
         Raises:
             MmrayError: The run failed and is not restarted; result.json has the status `failed`.
@@ -473,12 +432,6 @@ class Supervisor:
 def outcome_of(meta: dict[str, Any]) -> dict[str, Any]:
     """Return the result of a run whose checkpoint of the last step exists, without starting
     workers.
-
-    Returns:
-        Fields of result.json: `status` (always `finished`), `steps`, `rows_consumed`,
-        `skipped_steps` (the metric `train/skipped_steps`, 0 if it is missing), `metrics` (flat, all
-        of `meta` with the prefix `evaluate/` removed) and `scores` (flat, only those that had this
-        prefix).
     """
     return result_fields(
         meta["metrics"],

@@ -49,10 +49,6 @@ class Tracker(Protocol):
 
     Built in are `mlflow` and `wandb`. Name your own as `package.module:Class` in run.trackers; it
     is built without arguments.
-
-    A class implements `start(run_info, run_id)`, which returns the tracker's run ID, `log(step,
-    metrics)` with finite values by name, and `finish(success)`; `log_images(step, images)` is
-    optional.
     """
 
     def start(self, run_info: dict[str, Any], run_id: str | None) -> str:
@@ -95,9 +91,6 @@ class Tracker(Protocol):
 def check_trackers(config: Config) -> None:
     """Check the trackers of a run before anything starts.
 
-    Args:
-        config: Settings of the run; `run.trackers` names the trackers.
-
     Raises:
         UsageError: A tracker cannot be imported, is named twice, or cannot write to `run.storage`.
     """
@@ -124,10 +117,6 @@ class TrackingReporter:
     """Passes progress to another reporter, and metrics to the run's trackers, which finish at the
     end of the `with` block.
 
-    Args:
-        config: Settings of the run; `run.trackers` names the trackers.
-        reporter: The other reporter.
-
     Attributes:
         run_status: How the run ended: `finished` or `stopped`, which the driver sets before the end
             of the block; `failed` until then.
@@ -147,11 +136,8 @@ class TrackingReporter:
         self._awaited_step: int | None = None  # an evaluated step whose examples are not sent yet
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
-        """Send a line of metrics to the trackers, without waiting, and to the other reporter.
-
-        Args:
-            metrics: `step` (number of the step) and values by name; only finite numbers are sent.
-            total_steps: Number of steps of the run.
+        """Send the finite numbers of a line of metrics to the trackers, without waiting, and pass
+        it on.
         """
         numbers = {
             name: float(value)
@@ -238,11 +224,7 @@ class TrackerThread(threading.Thread):
             self._queue.put((step, entry))
 
     def end(self, success: bool) -> None:
-        """Finish the tracker after the queued lines, without waiting for it.
-
-        Args:
-            success: The run finished, or the user stopped it; False: it failed.
-        """
+        """Finish the tracker after the queued lines, without waiting for it."""
         self._queue.put(success)
 
     def run(self) -> None:
@@ -417,8 +399,6 @@ COUNTERS = {
 class RayMetrics:
     """Metrics of one run in Ray's metrics, which Prometheus scrapes from each node of the cluster.
 
-    `update(metrics)` takes a line of metrics, values by name, and exports some of them.
-
     Args:
         run: Name of the run, the label `run`.
     """
@@ -438,11 +418,8 @@ class RayMetrics:
         self._counted = dict.fromkeys(COUNTERS, 0)
 
     def update(self, metrics: dict[str, Any]) -> None:
-        """Export a line of metrics.
-
-        Args:
-            metrics: Values by name, of which those with a gauge in METRICS are exported, and the
-                totals `run/restarts` and `run/bad_rows`.
+        """Export a line of metrics: the values with a gauge in METRICS, and the totals
+        `run/restarts` and `run/bad_rows`.
         """
         for key, gauge in self._gauges.items():
             if metrics.get(key) is not None:

@@ -65,10 +65,7 @@ def validate_settings(config: Config) -> None:
 
 def check_selections(config: Config) -> None:
     """Check the expressions and the captions of a run against the columns of its sets, before Ray
-    starts.
-
-    Of a raw source, which is prepared later, the names in `prepare.keep` and `prepare.columns` are
-    checked.
+    starts; those of a raw source are `prepare.keep` and `prepare.columns`.
 
     Raises:
         UsageError: An expression is invalid, or a set has no column of a name.
@@ -79,13 +76,7 @@ def check_selections(config: Config) -> None:
 
 
 def check_eval_selections(config: Config) -> None:
-    """Check `data.eval_where` and `data.eval_captions` against the columns of the sets to evaluate
-    on.
-
-    Raises:
-        UsageError: An expression is invalid, or a set has no column of a name.
-        DataError: The manifest of a set is damaged.
-    """
+    """Do the same for `data.eval_where` and `data.eval_captions`."""
     trained_on = Mixture.parse(config.data.train).addresses
     evaluated_on = [each.address for each in config.data.eval_sets if each.address]
     _check_selection("eval_", evaluated_on or trained_on[:1], config)
@@ -390,12 +381,7 @@ def evaluation_reasons(config: Config, is_trained: bool = False) -> list[str]:
 
 def has_new_patterns(config: Config) -> bool:
     """Return whether a config has patterns of weight names that are in no recipe, so that they must
-    be checked.
-
-    Args:
-        config: Settings of a run: `optimizer.freeze`, `optimizer.lr_multipliers`,
-            `optimizer.layer_decay`, `model.lora.targets` and `model.lora.train` are read. False for
-            a model class of the user.
+    be checked; False for a model class of the user.
     """
     known = {pattern for recipe in RECIPES.values() for pattern in _patterns(recipe())}
     lora = config.model.lora
