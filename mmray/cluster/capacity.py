@@ -50,11 +50,7 @@ class Node:
         return True
 
     def fits(self, bundle: Resources) -> bool:
-        """Return whether the node has all of some resources.
-
-        Args:
-            bundle: Amount by name, such as {"CPU": 4, "GPU": 1}.
-        """
+        """Return whether the node has all of some resources."""
         return all(
             self.resources.get(name, 0) + TOLERANCE >= amount for name, amount in bundle.items()
         )
@@ -65,10 +61,9 @@ class Pool:
     """A node type of an autoscaling cluster.
 
     Args:
-        name: Name of the pool, such as `gpu-workers`.
-        resources: Resources of one of its nodes, amounts by name, such as {"CPU": 16, "GPU": 1}.
+        resources: Resources of one of its nodes.
         max_nodes: Maximum number of its nodes, including existing ones.
-        labels: Ray's labels of its nodes, value by key; None: unknown.
+        labels: Ray's labels of its nodes; None: unknown.
     """
 
     name: str

@@ -61,10 +61,8 @@ def is_connected() -> bool:
 
 
 def needs_ray(cluster_config: Cluster) -> bool:
-    """Return whether a run needs Ray; otherwise a process of this machine can be its worker.
-
-    It does if this process is connected to Ray, if `workers` allows more than one, if `address`,
-    `resources_per_worker` or `wait_for_nodes` is set, or if RAY_ADDRESS is.
+    """Return whether a command needs Ray, because the settings request it or this process is
+    connected; otherwise a process of this machine can be its worker.
     """
     return is_connected() or asks_for_cluster(cluster_config)
 
@@ -85,11 +83,8 @@ def asks_for_cluster(cluster_config: Cluster) -> bool:
 
 @contextmanager
 def data_session(cluster_config: Cluster, log: Callable[[str, str], None]) -> Iterator[None]:
-    """Context manager that connects to Ray for tasks of `mmray prepare`, if this process is
-    connected already or the settings request several workers or a cluster (such as `address`, or
-    RAY_ADDRESS).
-
-    Otherwise these tasks run in child processes.
+    """Context manager that connects to Ray for tasks of `mmray prepare` if they need it
+    (`needs_ray`); otherwise they run in child processes.
 
     Args:
         log: Called with (line, label), while tasks wait for a CPU.

@@ -42,7 +42,6 @@ class Job:
 
     Args:
         name: Submission ID of Ray.
-        command: Its command, such as `mmray train clip`.
         status: `pending`, `running`, `stopped`, `succeeded` or `failed`.
         run: Folder of the run that its log names; empty before, and for other commands.
         start_s: Start time in seconds since the epoch; 0: not started.
@@ -166,13 +165,6 @@ def check_upload_size(folder: Path, files: Sequence[str]) -> None:
 def find_job(client: JobSubmissionClient, name: str) -> Job:
     """Return the job with a submission ID; if there is none, the newest job of the run with this
     name or folder.
-
-    Args:
-        name: Submission ID, or name or folder of a run.
-
-    Returns:
-        A Job: `name` (submission ID), `command`, `status` (such as `running`), `run` (folder),
-        `start_s` (seconds since the epoch) and `exit_code`.
 
     Raises:
         UsageError: There is none.

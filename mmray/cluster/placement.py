@@ -61,9 +61,7 @@ START_TOLERANCE_S = 2.0  # process start times shift with system clock correctio
 
 @dataclass(frozen=True)
 class SchedulableNodes:
-    """Nodes on which workers can start now, as `schedulable_nodes()` returns them.
-
-    `excluding_unavailable(selector)` extends a label selector so that it excludes `unavailable`.
+    """Nodes on which workers can start now.
 
     Args:
         nodes: Reachable nodes that are not draining, with their free resources.
@@ -74,36 +72,21 @@ class SchedulableNodes:
     unavailable: tuple[str, ...]
 
     def excluding_unavailable(self, selector: LabelSelector | None) -> LabelSelector | None:
-        """Return a label selector that also excludes the unavailable nodes.
-
-        Args:
-            selector: The label selector to extend; None: empty.
-
-        Returns:
-            The selector; None if it has no condition.
+        """Return a label selector (None: empty) that also excludes the unavailable nodes; None if
+        it has no condition.
         """
         return exclude_nodes(self.unavailable, selector) if self.unavailable else selector or None
 
 
 def alive_nodes() -> list[Node]:
-    """Return the alive nodes of the cluster with their total resources (such as {"CPU": 16}) and
-    labels.
-
-    Returns:
-        The nodes, each a Node with `resources` (amount by name, such as {"CPU": 16}) and `labels`.
-    """
+    """Return the alive nodes of the cluster with their total resources."""
     return [
         Node(dict(node["Resources"]), dict(node["Labels"])) for node in ray.nodes() if node["Alive"]
     ]
 
 
 def free_nodes() -> list[Node]:
-    """Return the alive nodes of the cluster with their free resources (such as {"CPU": 4}) and
-    labels.
-
-    Returns:
-        The nodes, each a Node with `resources` (amount by name, such as {"CPU": 16}) and `labels`.
-    """
+    """Return the alive nodes of the cluster with their free resources."""
     free = free_resources()
     return [
         Node(free.get(node["NodeID"], {}), dict(node["Labels"]))
@@ -113,15 +96,8 @@ def free_nodes() -> list[Node]:
 
 
 def wait_for_free_nodes(demand: Demand, timeout_s: float) -> list[Node]:
-    """Wait until the resources of a run are free, because workers that have ended release theirs
-    late.
-
-    Args:
-        timeout_s: Longest wait in seconds; then the present nodes are returned without an error.
-
-    Returns:
-        The nodes at the end of the wait, each a Node: `resources` (amount by name, such as {"CPU":
-        16}) and `labels`; the resources are the free ones.
+    """Return the nodes with their free resources once a demand fits, or after `timeout_s`: workers
+    that have ended release theirs late.
     """
     end_s = time.monotonic() + timeout_s
     while True:
@@ -132,14 +108,8 @@ def wait_for_free_nodes(demand: Demand, timeout_s: float) -> list[Node]:
 
 
 def schedulable_nodes() -> SchedulableNodes:
-    """Return the nodes on which workers can start now, and the IDs of the other alive nodes.
-
-    Workers can start on a node that accepts connections and is not draining. The nodes have their
-    free resources and labels.
-
-    Returns:
-        A SchedulableNodes: `nodes`, each a Node with `resources` (amount by name, such as {"CPU":
-        16}) and `labels`, and `unavailable`, the IDs of the other alive nodes.
+    """Return the nodes on which workers can start now: those that accept connections and are not
+    draining.
     """
     draining = draining_nodes()
     alive = [node for node in ray.nodes() if node["Alive"]]
@@ -172,10 +142,6 @@ def autoscaling_pools() -> list[Pool]:
 
     They are those of Ray's autoscaler, otherwise those of the launcher file of `ray up` on the head
     node. Empty if the cluster cannot grow or its limits are unknown.
-
-    Returns:
-        A Pool for each node type: `name`, `resources` of one node by name, `max_nodes` and
-        `labels`.
     """
     groups = autoscaler_groups()
     if groups is None:
@@ -190,16 +156,7 @@ def autoscaling_pools() -> list[Pool]:
 
 
 def parse_launcher_config(launcher: dict[str, Any]) -> list[Pool]:
-    """Return the node types for workers in a cluster launcher file of Ray.
-
-    Args:
-        launcher: Content of a file such as cluster.yaml; `max_workers`, `available_node_types` and
-            `head_node_type` are read.
-
-    Returns:
-        A Pool for each node type: `name`, `resources` of one node by name, `max_nodes` and
-        `labels`.
-    """
+    """Return the node types for workers in a cluster launcher file of Ray, such as cluster.yaml."""
     limit = int(launcher.get("max_workers", 0))
     pools = []
     for name, node_type in (launcher.get("available_node_types") or {}).items():
@@ -220,9 +177,6 @@ class AutoscalerRequest:
     """Request of an elastic run to the autoscaler for more nodes.
 
     It expires after 60 s unless it is repeated, so the nodes of a driver that died are released.
-
-    `request(per_worker, selector, count)` asks for nodes for so many workers, and `cancel()`
-    withdraws it.
 
     Args:
         name: Name of the request; requests of different names add up.
@@ -305,13 +259,8 @@ def data_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
 
 
 def decode_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
-    """Return the label selector of the nodes for further decode actors.
-
-    Decode actors are the processes that read and decode rows. They get the nodes for data, but not
+    """Return the label selector of the nodes for further decode actors: the nodes for data, but not
     the head node (whatever the setting is), unless it is the only node.
-
-    Returns:
-        Ray's label selector, a dict of label -> condition; {} selects any node.
     """
     selector = data_label_selector(setting, nodes)
     heads = [node for node in nodes if HEAD_RESOURCE in node.resources]
@@ -321,11 +270,8 @@ def decode_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
 
 
 def train_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
-    """Return the label selector of the nodes for training workers.
-
-    Args:
-        nodes: The alive nodes. `auto` selects mmray/role=train if one of them has a role, otherwise
-            any node.
+    """Return the label selector of the nodes for training workers; `auto` selects mmray/role=train
+    if a node has a role, otherwise any node.
     """
     return _role_label_selector(setting, "train") if setting != "auto" or _has_roles(nodes) else {}
 
@@ -358,12 +304,8 @@ def check_data_capacity(cluster_config: Cluster) -> None:
     """Check that a node for data with a CPU exists or can be added, because Ray would wait forever
     for one.
 
-    Args:
-        cluster_config: The `cluster` section, with `data_label`; without effect if `wait_for_nodes`
-            is set.
-
     Raises:
-        ResourceError: The cluster can never have such a node.
+        ResourceError: The cluster can never have such a node, and `wait_for_nodes` is not set.
     """
     demand = data_demand(cluster_config)
     missing = missing_capacity(demand, alive_nodes(), autoscaling_pools())
@@ -433,8 +375,7 @@ def kill_processes(processes: Iterable[tuple[str, int, float]]) -> None:
     """Send SIGKILL to processes of several nodes; unreachable nodes are skipped.
 
     Args:
-        processes: Node ID, process ID and start time (seconds since the epoch) of each. A process
-            with another start time is not killed, because the ID was reused.
+        processes: Node ID, process ID and start time (seconds since the epoch) of each.
     """
     tasks = [run_on_node(node, kill_process, pid, started_s) for node, pid, started_s in processes]
     ray.wait(tasks, num_returns=len(tasks), timeout=KILL_TIMEOUT_S)

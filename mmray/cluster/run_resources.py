@@ -70,12 +70,7 @@ def resource_demand(
 
 
 def min_decoders(config: Config) -> int:
-    """Return the smallest number of decode actors of a worker.
-
-    Args:
-        config: Settings of the run; the smallest number of `data.workers` (1 for `auto`) is divided
-            by the largest number of workers and rounded up.
-    """
+    """Return the smallest number of decode actors of a worker."""
     low, _ = config.data.worker_range or (1, 1)
     return math.ceil(low / config.cluster.max_workers)
 
@@ -107,12 +102,8 @@ def check_capacity(config: Config, with_data: bool = True, excluded: Collection[
 
 
 def num_free_workers(config: Config) -> int:
-    """Return how many workers fit into the free resources, without processes that read and decode
-    rows.
-
-    Returns:
-        At most the largest number of `cluster.workers`, and at least the smallest, also if fewer
-        are free after a wait of 4 s.
+    """Return how many workers without decode actors fit into the free resources: at least the
+    smallest number of `cluster.workers`, also if fewer are free after a wait of 4 s.
 
     Raises:
         ResourceError: The cluster can never have the smallest number.
@@ -126,9 +117,6 @@ def num_free_workers(config: Config) -> int:
 
 def check_driver_memory(free_gib: float, is_single_node: bool) -> None:
     """Check that this machine, usually the head, has memory for the processes of another run.
-
-    Args:
-        free_gib: Free memory of this machine in GiB.
 
     Raises:
         ResourceError: It has less than the 0.6 GiB that the driver and Ray Train's controller need.
@@ -165,13 +153,8 @@ def request_nodes(
     running: int,
     excluded: Collection[str] = (),
 ) -> None:
-    """Request nodes from the autoscaler for the further workers that an elastic run can use.
-
-    A run is elastic if `cluster.workers` is a range. Without effect if the cluster cannot grow.
-
-    Args:
-        running: Number of workers that the run has; nodes are requested for the others, up to its
-            largest number of workers.
+    """Request nodes from the autoscaler for the workers that an elastic run can use in addition to
+    the `running` ones. Without effect if the cluster cannot grow.
     """
     if config.cluster.wait_for_nodes or placement.autoscaling_pools():
         demand = resource_demand(config, with_data=False, excluded=excluded)
@@ -179,11 +162,7 @@ def request_nodes(
 
 
 def is_single_node(cluster_config: Cluster) -> bool:
-    """Return whether the cluster is one machine and cannot grow.
-
-    Args:
-        cluster_config: The `cluster` section; with `wait_for_nodes` the cluster can grow.
-    """
+    """Return whether the cluster is one machine and cannot grow."""
     return (
         len(placement.alive_nodes()) == 1
         and not placement.autoscaling_pools()

@@ -152,9 +152,7 @@ def pending_reservations() -> list[str]:
 def reserve(demand: Demand) -> PlacementGroup:
     """Request the resources of all workers of a demand, which Ray reserves together or not at all.
 
-    Returns:
-        The placement group, with a bundle for each worker; `is_reserved` returns whether it has
-        its resources. Remove it in the end with `ray.util.remove_placement_group`.
+    Remove the placement group in the end with `ray.util.remove_placement_group`.
     """
     selector = demand.label_selector
     return ray.util.placement_group(

@@ -56,24 +56,12 @@ class Config(Section):
     run: Run = Run()
 
     def with_cluster(self, **settings: Any) -> Config:
-        """Return a copy with some fields of the section `cluster` changed.
-
-        Args:
-            settings: New values by field, such as `workers=4`.
-
-        Raises:
-            UsageError: A field is unknown or a value is invalid.
-        """
+        """Return a copy with some fields of the section `cluster` changed."""
         return self.replace(cluster=self.cluster.replace(**settings))
 
     def with_model_kind(self, kind: str) -> Config:
-        """Return a copy with the default model of another kind.
-
-        The fields of `model.inputs` that both kinds have are kept. If the config has this kind
-        already, it is returned unchanged.
-
-        Args:
-            kind: A built-in kind such as `clip`, or a user's `package.module:Class`.
+        """Return a copy with the default model of another kind, and the inputs that both kinds
+        have.
 
         Raises:
             UsageError: The kind is unknown, or the inputs are invalid for it.
@@ -90,13 +78,8 @@ class Config(Section):
         return self.replace(model=section(kind=kind, inputs=inputs(**shared)))
 
     def without_overridden_length_and_batch(self, given: Collection[str]) -> Config:
-        """Return a copy without the settings that would contradict other settings, which are set
-        next.
-
-        `train.steps`, `train.samples` and `train.epochs` become None if one of them is given. In
-        the section `batch`, `global` becomes None if `micro` and `accumulation` are given without
-        it, `micro` and `accumulation` if `tokens` is given without them, and a `micro` of `auto` if
-        `accumulation` is given without it.
+        """Return a copy without the length and the settings of the batch that would contradict the
+        settings that are set next.
 
         Args:
             given: Names of the settings that are set next, such as `train.steps`.
@@ -113,12 +96,7 @@ def to_yaml(config: Section) -> str:
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested settings: {"train": {"steps": 10}} becomes {"train.steps": 10}.
-
-    Args:
-        values: Nested dicts of settings, as in config.yaml.
-        prefix: Text before each name, such as `train.`.
-    """
+    """Flatten nested settings: {"train": {"steps": 10}} becomes {"train.steps": 10}."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"

@@ -18,13 +18,7 @@ _TERM = re.compile(r"(?:((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?) \* +)?((?!\S+ \* 
 
 
 def parse_range(text: int | str) -> tuple[int, int]:
-    """Parse a number or a range, such as `4` or `1-4`.
-
-    Args:
-        text: The number, at least 1, or two of them in ascending order.
-
-    Returns:
-        Smallest and largest number: (4, 4) or (1, 4).
+    """Parse a number of at least 1, or an ascending range: `4` becomes (4, 4), and `1-4` (1, 4).
 
     Raises:
         ValueError: It is anything else.
@@ -64,14 +58,7 @@ class Section(BaseModel):
         cls.settings_prefix = settings_prefix or cls.settings_prefix
 
     def replace(self, **settings: Any) -> Self:
-        """Return a copy with some fields changed and all fields validated, unlike `model_copy`.
-
-        Args:
-            settings: New values by field, such as `lr=1e-3`.
-
-        Raises:
-            UsageError: A field is unknown or a value is invalid.
-        """
+        """Return a copy with some fields changed and all fields validated, unlike `model_copy`."""
         return type(self).model_validate(dict(self) | settings)
 
     def to_json(self) -> dict[str, Any]:

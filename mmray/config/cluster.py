@@ -88,13 +88,8 @@ class Cluster(Section, settings_prefix="cluster"):
         return parse_range(self.workers)[1]
 
     def resolve_cpus(self, num_cores: int) -> float:
-        """Return the number of CPUs of each training worker.
-
-        It is `cpus_per_worker`; if that is `auto`, the cores of a machine divided by the largest
-        number of workers, rounded down, at least 1.
-
-        Args:
-            num_cores: CPU cores of a machine.
+        """Return the number of CPUs of each training worker; with `auto` its share of `num_cores`,
+        at least 1.
         """
         return float(
             max(1, num_cores // self.max_workers)
@@ -141,11 +136,8 @@ class Cluster(Section, settings_prefix="cluster"):
 
     @property
     def first_heartbeat_s(self) -> float:
-        """Longest time in seconds to the first heartbeat (report that a worker is alive) of a
-        worker.
-
-        Until then its node starts, and the worker imports torch and joins the process group, so it
-        is `start_timeout_s` plus the limits of these two.
+        """Longest time in seconds to the first heartbeat of a worker: its node starts, and it
+        imports torch and joins the process group.
         """
         return self.start_timeout_s + self.state_limits_s["starting"] + self.group_timeout_s
 

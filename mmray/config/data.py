@@ -96,11 +96,7 @@ class Mixture:
         return [weight for _, weight in self.terms]
 
     def rename(self, name: Callable[[str], str]) -> Mixture:
-        """Return the mixture with other addresses and the same weights.
-
-        Args:
-            name: Called with the address of a set; returns the new address.
-        """
+        """Return the mixture with each address replaced by `name(address)`."""
         return replace(self, terms=tuple((name(address), weight) for address, weight in self.terms))
 
 
@@ -109,7 +105,6 @@ class EvalSet(NamedTuple):
 
     Attributes:
         name: Prefix of its metrics; "" for the only set without a name.
-        address: A prepared set or a raw source.
         task: `retrieval` or `zero_shot`; "": both, if the set has class names.
         prompts: Name of the prompts of zero-shot classification; "": `evaluate.prompts`.
     """
@@ -360,11 +355,7 @@ class Prepare(Section, settings_prefix="prepare"):
 
     @property
     def column_names(self) -> dict[str, str]:
-        """Name in the source of each renamed column, such as {"image": "url", "text": "caption"}.
-
-        The keys are mmray's names. The setting `columns` has the same pairs as texts, such as
-        `image=url`.
-        """
+        """Name in the source of each renamed column, such as {"text": "caption"}."""
         return {
             ours: theirs for ours, _, theirs in (column.partition("=") for column in self.columns)
         }

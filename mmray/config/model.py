@@ -173,7 +173,6 @@ class Model(Section, settings_prefix="model"):
         """Return the section with the vocabulary size of a tokenizer, unless the config sets it.
 
         Args:
-            vocab_size: Number of tokens of the tokenizer.
             pad_id: Id of its padding token, None if it has none; only some kinds use it.
 
         Raises:
@@ -193,11 +192,9 @@ class Model(Section, settings_prefix="model"):
         return []
 
     def label_checks(self) -> dict[str, Callable[[int], str]]:
-        """Return functions that check the labels of the data against the classes of the model.
+        """Return functions that check the labels of the data, by the column of a batch.
 
-        Returns:
-            A function for each column of labels in a batch, such as `label`. It takes a label (int)
-            and returns why the model has no class for it; an empty string if the model has one.
+        Each takes a label and returns why the model has no class for it; "" if it has one.
         """
         return {}
 
@@ -282,11 +279,8 @@ class Objective(Section, settings_prefix="objective"):
 
 
 def parse_terms(kind: str) -> dict[str, float]:
-    """Parse the value of `objective.kind` into weights of objectives.
-
-    Args:
-        kind: For example `contrastive + 0.5 * matching`, which becomes {"contrastive": 1.0,
-            "matching": 0.5}; spaces around + and * are optional.
+    """Parse the value of `objective.kind`, such as `contrastive + 0.5 * matching`, into weights of
+    objectives; spaces around + and * are optional.
 
     Raises:
         ValueError: A term is invalid, or an objective is repeated.

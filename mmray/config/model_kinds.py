@@ -138,11 +138,6 @@ class TowerModel(EmbeddingModel):
     )
 
     def unsupported_reasons(self) -> list[str]:
-        """Return why no model can be built from these settings, a sentence with a fix each; [] if
-        it can.
-
-        An example is a depth of the image tower that the image size does not allow.
-        """
         text = _pretrained_reasons("model.text.weights", self.text.weights)
         return (
             self._image_reasons()
@@ -214,21 +209,10 @@ class PairModel(TowerModel):
     class_names: ClassNames = ()
 
     def unsupported_reasons(self) -> list[str]:
-        """Return why no model can be built from these settings, a sentence with a fix each; [] if
-        it can.
-
-        The cross-attention layers are checked too, if the model has them.
-        """
         reasons = _head_reasons(self.cross) if "cross" in self.branches else []
         return super().unsupported_reasons() + reasons
 
     def label_checks(self) -> dict[str, Callable[[int], str]]:
-        """Return a function that checks the column `label` against the classes, if `classes` is
-        set.
-
-        It takes a label (int) and returns why the model has no class for it; an empty string if the
-        model has one.
-        """
         return {"label": self._class_problem} if self.classes else {}
 
     def _class_problem(self, label: int) -> str:
@@ -269,13 +253,6 @@ class Fusion(PairModel):
         return self.inputs.max_boxes > 0
 
     def label_checks(self) -> dict[str, Callable[[int], str]]:
-        """Return functions that check the labels of the data against the classes and region names.
-
-        Returns:
-            A function for the column `label` if `classes` is set, and one for `box_labels` if
-            regions have names. It takes a label (int) and returns why the model has no class for
-            it; an empty string if the model has one.
-        """
         checks = super().label_checks()
         if self.regions and self.region_labels:
             checks["box_labels"] = self._region_problem
@@ -378,7 +355,6 @@ class Towers(PairModel):
         return (*self.modalities, "cross") if self.matching or self.classes else self.modalities
 
     def unsupported_reasons(self) -> list[str]:
-        """Return why no such model can be built, each reason with a fix; empty if one can."""
         inputs = self.inputs
         reasons = super().unsupported_reasons()
         if "audio" in self.branches and self.audio.weights == "none":
@@ -429,11 +405,6 @@ class HfModel(Model):
         return file.suffix in CHECKPOINT_SUFFIXES and not file.is_dir()
 
     def unsupported_reasons(self) -> list[str]:
-        """Return why no model can be built from these settings, a sentence with a fix each; [] if
-        it can.
-
-        Without weights the number of heads must divide the width, and patches must tile the image.
-        """
         model: Any = self
         if self.weights != "none":  # the weights define the shape
             return _pretrained_reasons("model.weights", self.weights)
@@ -483,17 +454,6 @@ class Siglip(ClipFamily):
     )
 
     def with_vocab(self, vocab_size: int, pad_id: int | None) -> Self:
-        """Return the section with the vocabulary size and the padding token of a tokenizer.
-
-        Values that are set in the config are kept.
-
-        Args:
-            vocab_size: Number of tokens of the tokenizer.
-            pad_id: Id of its padding token; None: it has none.
-
-        Raises:
-            UsageError: `vocab_size` of the config is smaller than the vocabulary of the tokenizer.
-        """
         return (
             super()
             .with_vocab(vocab_size, pad_id)
@@ -556,19 +516,9 @@ class Vlm(Model):
     )
 
     def with_vocab(self, vocab_size: int, pad_id: int | None) -> Self:
-        """Return this section unchanged, because the weights define vocabulary and padding token.
-
-        Args:
-            vocab_size: Unused.
-            pad_id: Unused.
-        """
         return self  # the weights define it
 
     def unsupported_reasons(self) -> list[str]:
-        """Return a sentence that `weights` must be set, in a list; [] if it is set.
-
-        A `vlm` takes its architecture from the weights.
-        """
         if self.weights == "none":
             return [
                 "model.weights: model.kind `vlm` takes its architecture and its processor from "

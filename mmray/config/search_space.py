@@ -24,14 +24,7 @@ MAX_CORNERS = 1000  # more are not checked before the first trial
 
 @dataclass(frozen=True)
 class Range:
-    """Uniform or log-uniform distribution of a setting; `build_space` makes it from
-    `uniform(LOW,HIGH)` or `loguniform(LOW,HIGH)`.
-
-    Attributes:
-        low: Smallest value.
-        high: Largest value.
-        log: Whether the distribution is log-uniform.
-    """
+    """Uniform or log-uniform distribution of a setting."""
 
     low: float
     high: float
@@ -71,10 +64,8 @@ class Space:
 
     @property
     def num_trials(self) -> int:
-        """Number of configurations that a sweep tries.
-
-        It is `num_samples`; without ranges at most the number of combinations of the listed values,
-        and all of them if `num_samples` is None.
+        """Number of configurations that a sweep tries: `num_samples`, but without ranges at most
+        the number of combinations of the listed values.
         """
         grid = math.prod(len(axis) for axis in self.axes.values() if not isinstance(axis, Range))
         if self.num_samples is None:
@@ -82,13 +73,8 @@ class Space:
         return self.num_samples if self.has_ranges else min(self.num_samples, grid)
 
     def round(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Round the values that were sampled from ranges; listed values are unchanged.
-
-        Args:
-            settings: Value by searched setting, such as {"optimizer.lr": 0.00123456}.
-
-        Returns:
-            The settings with four significant digits, such as {"optimizer.lr": 0.001235}.
+        """Round the values that were sampled from ranges to four significant digits, such as
+        {"optimizer.lr": 0.00123456}; listed values are unchanged.
         """
         return {
             key: round_sampled(value) if isinstance(self.axes[key], Range) else value
@@ -197,14 +183,8 @@ def build_space(
 
 
 def override_settings(base: Config, settings: dict[str, Any]) -> Config:
-    """Return a config with some settings changed and all settings validated.
-
-    A training length (such as `train.steps`) or a batch setting replaces the ones of the config
-    that contradict it.
-
-    Args:
-        base: The config to start from.
-        settings: Value by setting, such as {"optimizer.lr": 1e-3}.
+    """Return a config with some settings changed, such as {"optimizer.lr": 1e-3}, and all settings
+    validated, as `override` does.
 
     Raises:
         UsageError: A setting is unknown or invalid.
@@ -222,11 +202,7 @@ def override_settings(base: Config, settings: dict[str, Any]) -> Config:
 
 
 def setting_value(config: Config, key: str) -> Any:
-    """Return the value of a setting as JSON data.
-
-    Args:
-        config: The config.
-        key: Name of the setting, such as `optimizer.lr`.
+    """Return the value of a setting such as `optimizer.lr` as JSON data.
 
     Raises:
         KeyError: There is no such setting.

@@ -111,11 +111,8 @@ class RemotePath:
         return bool(self._info().type == fs.FileType.File)
 
     def stat(self) -> SimpleNamespace:
-        """Return size and modification time of an object.
-
-        Returns:
-            `st_size` in bytes, `st_mtime` in seconds (0 if the store has none), and `st_mtime_ns`
-            in nanoseconds (None if the store has none).
+        """Return `st_size`, and `st_mtime` (0 if the store has none) and `st_mtime_ns` (None) of an
+        object.
 
         Raises:
             FileNotFoundError: There is no such object.
@@ -147,9 +144,6 @@ class RemotePath:
     def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         """Return the content of the object as text.
 
-        Args:
-            errors: `strict`, `replace` or another error handler of Python for invalid bytes.
-
         Raises:
             FileNotFoundError: There is no such object.
         """
@@ -173,12 +167,7 @@ class RemotePath:
         return open_input(self) if mode == "rb" else open_output(self)
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
-        """Do nothing, because a write creates the folders that it needs.
-
-        Args:
-            parents: Unused.
-            exist_ok: Unused.
-        """
+        """Do nothing, because a write creates the folders that it needs."""
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Delete the object.
@@ -267,15 +256,10 @@ def _from_uri(uri: str) -> tuple[fs.FileSystem, str]:
 
 
 def retry_if_remote(path: AnyPath, call: Callable[[], T]) -> T:
-    """Call a function; if the path is on an object store or HDFS, up to 5 times, with growing
-    pauses after transient errors.
+    """Call a function; if the path is on an object store or HDFS, with retries.
 
-    Args:
-        call: Called without arguments, again after a failure that may be temporary.
-
-    Returns:
-        What the function returned. Its last error is raised: as TransientStorageError after 5
-        calls.
+    Raises:
+        TransientStorageError: With the last transient error.
     """
     return with_retries(call) if isinstance(path, RemotePath) else call()
 
@@ -445,9 +429,6 @@ def copy_file(source: AnyPath, target: AnyPath) -> None:
 
     It is streamed, because pyarrow's copy_files drops the last error, and a copy inside S3 is
     limited to 5 GB.
-
-    Raises:
-        OSError: A read or a write failed.
     """
 
     def copy() -> None:
@@ -466,11 +447,8 @@ def temp_dir() -> Iterator[Path]:
 
 @contextmanager
 def local_copy(path: AnyPath) -> Iterator[Path]:
-    """Return a context manager with a local file that has the content of a file.
-
-    Args:
-        path: The file. A local file is returned itself; another one is downloaded to a temporary
-            folder, which is deleted after the block.
+    """Return a context manager with a local file that has the content of a file: the file itself,
+    or a download, which is deleted after the block.
 
     Raises:
         OSError: The file cannot be downloaded.
@@ -485,11 +463,8 @@ def local_copy(path: AnyPath) -> Iterator[Path]:
 
 @contextmanager
 def open_for_upload(path: AnyPath) -> Iterator[Path]:
-    """Return a context manager with a local file to write.
-
-    Args:
-        path: The target. On a local disk it is written directly; to a store the file is uploaded
-            after the block succeeds.
+    """Return a context manager with a local file to write; for a store it is uploaded after the
+    block succeeded.
 
     Raises:
         OSError: The upload failed.

@@ -17,13 +17,8 @@ MAX_OPEN_OBJECTS = 4096
 
 
 class ByteRange(NamedTuple):
-    """A request for a range of bytes of a file.
-
-    Attributes:
-        start: First byte.
-        stop: The byte after the last.
-        span_indices: Which of the ranges given to `coalesce_ranges` it contains, as indices of its
-            argument `spans`.
+    """A request for the bytes from `start` up to, but without, `stop` of a file; `span_indices` are
+    the indices of the `spans` of `coalesce_ranges` that it contains.
     """
 
     start: int

@@ -69,9 +69,6 @@ def _is_transient(error: BaseException) -> bool:
 def parallel_map(call: Callable[[T], Any], items: Iterable[T]) -> None:
     """Call a function with each item in MAX_PARALLEL (8) threads, and wait for all calls.
 
-    Args:
-        call: Called with each item, in threads; its results are dropped.
-
     Raises:
         Exception: The error of the first item whose call failed.
     """

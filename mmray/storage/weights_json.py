@@ -14,15 +14,11 @@ from mmray.errors import UsageError, first_line
 
 
 def read_weights_json(setting: str, weights: str, names: Sequence[str]) -> dict[str, Any]:
-    """Return the JSON object in one of the files of a model.
+    """Return the JSON object in the first of some files that a model has; {} if it has none.
 
     Args:
         weights: Folder of the model, or its name on the Hugging Face hub, from which a file is
             downloaded unless it is in the cache.
-        names: File names; the first that exists is read.
-
-    Returns:
-        The object; {} if the model has none of the files.
 
     Raises:
         UsageError: The hub cannot be reached or has no such model, or the file is not a JSON

@@ -484,11 +484,12 @@ def _check_rows(
         if not unused:
             continue
         counts = ", ".join(f"{rows:,} rows with {text}" for text, rows in unused.items())
-        text = (
-            f"{prepared.folder} has {counts} among {_num_counted(prepared):,}, and {name} takes "
-            f"{takes}"
-        )
-        if sum(unused.values()) - _num_not_selected(prepared) > MAX_BAD_ROWS:
+        # Also of rows that are not selected, all of which may be of another kind; if not, the run
+        # ends when it has read more than it may quarantine.
+        num_counted = sum(prepared.rows_by_num_images.values())
+        num_not_selected = num_counted - prepared.num_rows
+        text = f"{prepared.folder} has {counts} among {num_counted:,}, and {name} takes {takes}"
+        if sum(unused.values()) - num_not_selected > MAX_BAD_ROWS:
             raise DataError(
                 f"{text}. Train another kind of model (one of videos needs --model.inputs.frames), "
                 "or prepare those rows as a separate set"
@@ -524,20 +525,6 @@ def _rows_by_kinds(prepared: PreparedSet) -> dict[str, int]:
     return counts | {"image": with_images - in_others}
 
 
-def _num_counted(prepared: PreparedSet) -> int:
-    """Return the number of rows that the counts of the manifest include, also rows that are not
-    selected.
-    """
-    return sum(prepared.rows_by_num_images.values())
-
-
-def _num_not_selected(prepared: PreparedSet) -> int:
-    """Return how many rows `data.where` leaves out. All of them may be rows of another kind; if
-    not, the run ends when it has read more than it may quarantine.
-    """
-    return _num_counted(prepared) - prepared.num_rows
-
-
 def eval_prepare_settings(config: Config, source: str) -> Prepare:
     """Return the section `prepare` with which a source for evaluation is prepared.
 
@@ -564,8 +551,6 @@ def training_rows(
     """
     rows = _select(prepared, "data.where", config.data.where, folder, reporter)
     weights = parse_captions(config.data.captions or "")
-    if not weights:
-        return rows
     return _with_captions(rows, "data.captions", weights, folder, reporter)
 
 
@@ -582,8 +567,6 @@ def held_out_rows(
     rows = _select(prepared, "data.eval_where", config.data.eval_where, folder, reporter)
     weights = parse_captions(config.data.eval_captions or "")
     weights = weights or dict.fromkeys(prepared.manifest.text_columns[:1], 1.0)
-    if not weights:
-        return rows
     return _with_captions(rows, "data.eval_captions", weights, folder, reporter)
 
 
@@ -594,7 +577,11 @@ def _with_captions(
     folder: AnyPath,
     reporter: RunReporter,
 ) -> PreparedSet:
-    """Return the rows of a set that have captions of some columns, with only those."""
+    """Return the rows of a set that have captions of some columns, with only those; without columns
+    all rows.
+    """
+    if not weight_of_column:
+        return prepared
     columns = prepared.manifest.text_columns
     names = ", ".join(weight_of_column)
     if not columns:
