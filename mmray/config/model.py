@@ -185,6 +185,10 @@ class Model(Section, settings_prefix="model"):
             )
         return self.replace(vocab_size=self.vocab_size or vocab_size)
 
+    def part_weights(self) -> dict[str, str]:
+        """Return the weights of parts that are models of transformers, by the name of the part."""
+        return {}
+
     def unsupported_reasons(self) -> list[str]:
         """Return why no model can be built from these settings, a sentence with a fix each; [] if
         it can.

@@ -145,6 +145,12 @@ class TowerModel(EmbeddingModel):
             + (_head_reasons(self.text) if self.text.weights == "none" else [])
         )
 
+    def part_weights(self) -> dict[str, str]:
+        parts = {"text": self.text.weights}
+        if self.image.name == "transformers":
+            parts["image"] = self.image.weights
+        return parts
+
     def _image_reasons(self) -> list[str]:
         image = self.image
         side = self.inputs.image_side
@@ -353,6 +359,10 @@ class Towers(PairModel):
         classification head.
         """
         return (*self.modalities, "cross") if self.matching or self.classes else self.modalities
+
+    def part_weights(self) -> dict[str, str]:
+        more = {"audio": self.audio.weights, "video": self.video.weights}
+        return super().part_weights() | more
 
     def unsupported_reasons(self) -> list[str]:
         inputs = self.inputs

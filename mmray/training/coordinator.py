@@ -81,6 +81,11 @@ class Coordinator:
         self.push({"bad_rows": len(self._bad_rows)})
         return len(self._bad_rows)
 
+    def call(self, message: tuple[str, Any]) -> Any:
+        """Call the method that a message of a process names, (name, argument)."""
+        name, argument = message
+        return getattr(self, name)(argument)
+
     def request_stop(self) -> None:
         """Request that all ranks save a checkpoint after the next step and end, with the reply to
         their next heartbeat.

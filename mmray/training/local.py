@@ -197,16 +197,11 @@ class LocalWorkers(Workers):
         try:
             # in a thread: it waits for the worker's imports, and fails if it has died
             self._process.send(self._arguments)
-            outcome: dict[str, Any] = self._process.result(self._on_message)
+            outcome: dict[str, Any] = self._process.result(self._coordinator.call)
         except Exception as error:  # noqa: BLE001 - raised with its kind
             raise select_cause([error], is_process_lost if self._is_single else is_lost) from None
         self._process.close()
         return outcome
-
-    def _on_message(self, message: tuple[str, Any]) -> Any:
-        """Call the method of the coordinator that a message names."""
-        name, argument = message
-        return getattr(self._coordinator, name)(argument)
 
     def wait(self, poll: Callable[[], None]) -> dict[str, Any]:
         return run_in_thread(self._serve, poll)

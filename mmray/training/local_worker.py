@@ -70,18 +70,13 @@ def run_rank() -> None:
         signal.signal(number, signal.SIG_DFL)
     configure_openmp()
     coordinator = Coordinator(set())
-
-    def call(message: tuple[str, Any]) -> Any:
-        name, argument = message
-        return getattr(coordinator, name)(argument)
-
     with _process_group() as broadcast:
         arguments = broadcast(None)
         if arguments is None:
             return
         try:
             with signal_handlers(lambda *_: coordinator.request_stop()):
-                _train(arguments, call, lambda _: None)
+                _train(arguments, coordinator.call, lambda _: None)
         except Exception as error:
             if isinstance(error, OutOfMemoryError):
                 RunDir(arguments[0].folder).save_smaller_batch(error.retry_shape)
@@ -97,8 +92,6 @@ def _train(
     send: Callable[[tuple[str, Any]], None],
 ) -> dict[str, Any]:
     """Train this rank; `call` and `send` pass (name of a method, its argument) to a Coordinator."""
-    import torch
-
     from mmray.data.stream.local import LocalBlocks
     from mmray.engine.heartbeat import Heartbeat, describe_process
     from mmray.engine.worker import train_worker
@@ -127,9 +120,6 @@ def _train(
         count_bad_row=lambda row: int(call(("record_bad_row", row))),
         heartbeat=heartbeat,
     )
-    device = torch.device("cpu")
-    if config.cluster.accelerator == "gpu":
-        device = torch.device("cuda", rank)
     try:
         blocks = LocalBlocks(
             context.reader,
@@ -140,21 +130,25 @@ def _train(
             rank=rank,
         )
         with heartbeat.running(resume_point.step), closing(blocks):
-            return train_worker(context, resume_point, blocks, device, driver)
+            return train_worker(context, resume_point, blocks, _device(config, rank), driver)
     except Exception as error:
         if is_device_error(error):
             raise DeviceError.from_error(error, "on this machine") from None
         raise
 
 
+def _device(config: Config, rank: int) -> torch.device:
+    import torch
+
+    return (
+        torch.device("cuda", rank) if config.cluster.accelerator == "gpu" else torch.device("cpu")
+    )
+
+
 def measure_alone(channel: Channel, measure: Callable[..., Any], config: Config) -> Any:
     """Call `measure` in this process, the only worker; its messages are sent to the parent."""
     configure_process()
-    import torch
-
-    on_gpu = config.cluster.accelerator == "gpu"
-    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    return measure_in_rank(measure, config, device, channel.send)
+    return measure_in_rank(measure, config, _device(config, 0), channel.send)
 
 
 def measure_in_rank(

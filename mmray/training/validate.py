@@ -43,6 +43,15 @@ HEADS = {
 }
 
 
+# `model_type` of transformers that a part can have
+PART_TYPES = {
+    "image": HF_IMAGE_TYPES,
+    "text": HF_TEXT_TYPES,
+    "audio": HF_AUDIO_TYPES,
+    "video": HF_VIDEO_TYPES,
+}
+
+
 def validate_settings(config: Config) -> None:
     """Check that the settings of a run do not contradict each other.
 
@@ -202,17 +211,9 @@ def weights_reasons(model: Any) -> list[str]:
     hf_type = KINDS[model.kind].hf_type if model.kind in KINDS else ""
     if hf_type:
         return _hf_weights_reasons("model.weights", model.weights, (hf_type,), model)
-    reasons = []
-    for part, types in (
-        ("image", HF_IMAGE_TYPES),
-        ("text", HF_TEXT_TYPES),
-        ("audio", HF_AUDIO_TYPES),
-        ("video", HF_VIDEO_TYPES),
-    ):
-        tower = getattr(model, part, None)
-        if part != "image" or getattr(tower, "name", "") == "transformers":
-            weights = getattr(tower, "weights", "none")
-            reasons += _hf_weights_reasons(f"model.{part}.weights", weights, types, model)
+    reasons = list[str]()
+    for part, weights in model.part_weights().items():
+        reasons += _hf_weights_reasons(f"model.{part}.weights", weights, PART_TYPES[part], model)
     return reasons
 
 
@@ -445,19 +446,12 @@ def _architecture(spec: Any) -> tuple[str, Architecture]:
         if isinstance(spec, Vlm):
             layers["unused"] = []
         return ("", layers) if config else (weights, None)
-    # The layers of an image tower are in its settings, unless it is a model of transformers.
-    towers: dict[str, Any] = {
-        "text": getattr(spec, "text", None),
-        "image": getattr(spec, "image", None),
-    }
-    if getattr(towers["image"], "name", "") != "transformers":
-        del towers["image"]
     configs = {}
-    for part, tower in towers.items():
-        if getattr(tower, "weights", "none") != "none":
-            configs[part] = _saved_config(tower.weights)
+    for part, weights in spec.part_weights().items():
+        if part in ("text", "image") and weights != "none":
+            configs[part] = _saved_config(weights)
             if configs[part] is None:
-                return tower.weights, None
+                return weights, None
     return "", configs
 
 
