@@ -78,14 +78,11 @@ class HeartbeatRecord:
     age_s: float = 0.0
 
     def __str__(self) -> str:
+        state = STATE_TEXTS.get(self.state, "is at")
+        if self.in_collective:
+            state = "waits in a collective at"
         if self.age_s > SILENT_S:
             state = f"has not responded for {self.age_s:.0f} s, last at"
-        else:
-            state = (
-                ("waits in a collective at")
-                if self.in_collective
-                else STATE_TEXTS.get(self.state, "is at")
-            )
         return f"rank {self.rank} (process {self.pid}, node {self.node[:8]}) {state} {self.where}"
 
 
@@ -324,7 +321,6 @@ class AttemptMonitor:
     _next_check_s: float = 0.0
     _data_wait_logs: int = 0  # lines logged about the present wait
     _next_capacity_s: float = 0.0
-    _next_share_s: float = 0.0
     _next_memory_s: float = 0.0
     _capacity_polls: int = 0
     _signalled: bool = False
@@ -364,12 +360,11 @@ class AttemptMonitor:
             self._check_hang(now_s)
             self._log_data_wait()
             self._check_preemption()
-            if now_s >= self._next_share_s:
-                self._next_share_s = now_s + CAPACITY_INTERVAL_S
-                self.workers.share_resources()
-            if self.world < self.config.cluster.max_workers and now_s >= self._next_capacity_s:
+            if now_s >= self._next_capacity_s:
                 self._next_capacity_s = now_s + CAPACITY_INTERVAL_S
-                self._check_capacity()
+                self.workers.share_resources()
+                if self.world < self.config.cluster.max_workers:
+                    self._check_capacity()
         except self.retried_errors as error:  # training continues meanwhile
             self.reporter.log(f"no response from Ray, retrying: {error}", "cluster")
 
@@ -496,7 +491,7 @@ class AttemptMonitor:
 
     def _check_capacity(self) -> None:
         """Request a resize if more workers fit at several polls in a row."""
-        extra = self.workers.num_more_workers()
+        extra = self.workers.num_more_workers()  # also requests nodes, until the workers start
         extra = extra if self.heartbeats else 0
         self._capacity_polls = self._capacity_polls + 1 if extra else 0
         if self._capacity_polls >= CAPACITY_POLLS * 4**self.failed_resizes:
