@@ -115,11 +115,9 @@ def ray_session(
     Without effect on the connection if this process is already connected.
 
     Args:
-        cluster_config: The `cluster` section; without `address` and RAY_ADDRESS, Ray is started
-            here.
         decode_actors: Number of decode actors; if Ray is started here, it gets CPUs for them.
-        while_starting: Called without arguments in a thread while Ray starts; its errors are
-            raised. It must not import Ray. None: nothing is called.
+        while_starting: Called in a thread while Ray starts; it must not import Ray. Its errors are
+            raised.
         log: Called with (line, label), while tasks of Ray Data wait for a CPU.
 
     Raises:

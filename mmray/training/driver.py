@@ -169,17 +169,16 @@ def _train(
         more = f" (and {len(selection.skipped) - 1:,} more)" if len(selection.skipped) > 1 else ""
         advice = "use its settings or raise --train.steps to resume it"
         reporter.log(f"{selection.skipped[-1]}{more}; {advice}", "not resumed")
+    existing = run_dir.RunDir(selection.path)
     if selection.action == "done":
-        result = run_dir.RunDir(selection.path).read_json("result.json")
-        return RunOutcome(selection.path, result, already_done=True)
-    trained_on = run_dir.RunDir(selection.path).read_json("data.json")
-    address = resolved.data_identity["train"]
-    if selection.action == "resume" and trained_on.get("train") != address:
-        reporter.log(f"the data has moved from {trained_on['train']} to {address}", "moved")
-    if selection.action == "resume" and (
-        line := run_dir.describe_unstored_processor(selection.path, saved_config.model)
-    ):
-        reporter.log(line, "warning")
+        return RunOutcome(selection.path, existing.read_json("result.json"), already_done=True)
+    if selection.action == "resume":
+        before = existing.read_json("data.json").get("train")
+        address = resolved.data_identity["train"]
+        if before != address:
+            reporter.log(f"the data has moved from {before} to {address}", "moved")
+        if line := run_dir.describe_unstored_processor(selection.path, saved_config.model):
+            reporter.log(line, "warning")
     with Lease(selection.path) as lease:
         run = run_dir.write_run_files(
             selection.path, saved_config, resolved.data_identity, resolved.tokenizer_json
