@@ -31,6 +31,15 @@ class Node:
     resources: Resources
     labels: Labels | None = field(default_factory=dict)
 
+    @property
+    def node_id(self) -> str:
+        """Ray's ID of the node; "" if it has not started."""
+        return self.label(NODE_ID) or ""
+
+    def label(self, key: str) -> str | None:
+        """Return the value of a label, if the node is known to have it."""
+        return (self.labels or {}).get(key)
+
     def matches_labels(self, selector: LabelSelector) -> bool:
         """Return whether the node satisfies a label selector; True if its labels are unknown.
 
@@ -192,9 +201,9 @@ def max_cluster(nodes: Sequence[Node], pools: Sequence[Pool], max_nodes: int) ->
     Returns:
         The alive nodes that are in no pool, and the nodes of the pools.
     """
-    labels = {(node.labels or {}).get(NODE_GROUP): node.labels for node in nodes}  # by pool
+    labels = {node.label(NODE_GROUP): node.labels for node in nodes}  # by pool
     names = {pool.name for pool in pools}
-    largest = [node for node in nodes if (node.labels or {}).get(NODE_GROUP) not in names]
+    largest = [node for node in nodes if node.label(NODE_GROUP) not in names]
     for pool in pools:
         node = Node(pool.resources, labels.get(pool.name, pool.labels))
         largest += [node] * min(pool.max_nodes, max_nodes)

@@ -21,7 +21,6 @@ import psutil
 import ray
 import ray.exceptions
 
-from mmray.cluster.capacity import NODE_ID
 from mmray.cluster.connect import ray_session
 from mmray.cluster.doctor import check_disk, check_storage, measure_shm, warn_if
 from mmray.cluster.placement import alive_nodes, free_address, run_on_node
@@ -61,9 +60,8 @@ def check_cluster(
         nodes = alive_nodes()
         tasks = {}
         for node in nodes:
-            node_id = str((node.labels or {})[NODE_ID])
             num_gpus = int(node.resources.get("GPU", 0))
-            tasks[node_id] = run_on_node(node_id, check_node, num_gpus, decodes_per_s)
+            tasks[node.node_id] = run_on_node(node.node_id, check_node, num_gpus, decodes_per_s)
         ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=TIMEOUT_S)
         versions = {}
         for node_id, task in tasks.items():

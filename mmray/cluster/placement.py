@@ -21,7 +21,6 @@ import yaml
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mmray.cluster.capacity import (
-    NODE_ID,
     Demand,
     LabelSelector,
     Node,
@@ -114,13 +113,12 @@ def schedulable_nodes() -> SchedulableNodes:
     draining = draining_nodes()
     alive = [node for node in ray.nodes() if node["Alive"]]
     with ThreadPoolExecutor(MAX_PROBES) as threads:  # a probe of a lost node takes seconds
-        reachable = {
-            node["NodeID"]
-            for node, is_up in zip(alive, threads.map(_is_reachable, alive), strict=True)
-            if is_up
-        }
-    unavailable = {node["NodeID"] for node in alive} - (reachable - draining.keys())
-    nodes = [node for node in free_nodes() if (node.labels or {})[NODE_ID] not in unavailable]
+        are_reachable = list(threads.map(_is_reachable, alive))
+    unavailable = []
+    for node, is_reachable in zip(alive, are_reachable, strict=True):
+        if not is_reachable or node["NodeID"] in draining:
+            unavailable.append(node["NodeID"])
+    nodes = [node for node in free_nodes() if node.node_id not in unavailable]
     return SchedulableNodes(nodes, tuple(sorted(unavailable)))
 
 
@@ -251,11 +249,7 @@ def data_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
         for n in nodes
         if n not in gpu_nodes and n.resources.get("CPU") and HEAD_RESOURCE not in n.resources
     ]
-    return (
-        exclude_nodes((node.labels or {})[NODE_ID] for node in gpu_nodes)
-        if gpu_nodes and cpu_nodes
-        else {}
-    )
+    return exclude_nodes(node.node_id for node in gpu_nodes) if gpu_nodes and cpu_nodes else {}
 
 
 def decode_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
@@ -266,7 +260,7 @@ def decode_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
     heads = [node for node in nodes if HEAD_RESOURCE in node.resources]
     if len(heads) == len(nodes):
         return selector
-    return exclude_nodes(((node.labels or {})[NODE_ID] for node in heads), selector)
+    return exclude_nodes((node.node_id for node in heads), selector)
 
 
 def train_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
@@ -285,7 +279,7 @@ def _role_label_selector(setting: str, role: str) -> LabelSelector:
 
 
 def _has_roles(nodes: list[Node]) -> bool:
-    return any((node.labels or {}).get(ROLE_LABEL) for node in nodes)
+    return any(node.label(ROLE_LABEL) for node in nodes)
 
 
 def set_data_placement(cluster_config: Cluster) -> None:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from mmray.cluster import placement, shared_storage
 from mmray.cluster.capacity import (
     NODE_GROUP,
-    NODE_ID,
     Demand,
     exclude_nodes,
     max_cluster,
@@ -90,9 +89,8 @@ def check_capacity(config: Config, with_data: bool = True, excluded: Collection[
         return  # limits unknown: cluster.queue_timeout_s ends the wait
     demand = replace(resource_demand(config, with_data), workers=config.cluster.min_workers)
     alive = placement.alive_nodes()
-    labels = [node.labels or {} for node in alive]
-    nodes = [node for node in alive if (node.labels or {}).get(NODE_ID) not in excluded]
-    taken = Counter(each.get(NODE_GROUP) for each in labels if each.get(NODE_ID) in excluded)
+    nodes = [node for node in alive if node.node_id not in excluded]
+    taken = Counter(node.label(NODE_GROUP) for node in alive if node.node_id in excluded)
     pools = [
         replace(pool, max_nodes=pool.max_nodes - taken[pool.name])
         for pool in placement.autoscaling_pools()

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import ray
 
-from mmray.cluster.capacity import NODE_ID, Node
+from mmray.cluster.capacity import Node
 from mmray.cluster.placement import run_on_node
 from mmray.errors import ResourceError
 from mmray.storage.paths import remove_tree, to_path, write_atomic
@@ -49,11 +49,11 @@ def check_shared(storage: str, nodes: list[Node]) -> None:
             else ("Make it writable, or choose another --run.storage.")
         )
         raise ResourceError(f"run.storage {storage} is not writable: {error}. {hint}") from error
-    node_ids = [str((node.labels or {})[NODE_ID]) for node in nodes]
-    tasks = {
-        node_id: run_on_node(node_id, _read_and_write, storage, folder, node_id)
-        for node_id in node_ids
-    }
+    tasks = {}
+    for node in nodes:
+        tasks[node.node_id] = run_on_node(
+            node.node_id, _read_and_write, storage, folder, node.node_id
+        )
     faults = []
     try:
         if tasks:

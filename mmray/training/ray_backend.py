@@ -17,7 +17,7 @@ import ray.train
 from ray.util.placement_group import PlacementGroup
 
 from mmray.cluster import placement
-from mmray.cluster.capacity import NODE_ID, Demand, fits, num_workers_that_fit
+from mmray.cluster.capacity import Demand, fits, num_workers_that_fit
 from mmray.cluster.ray_internals import (
     list_as_waiting,
     version_warning,
@@ -162,7 +162,7 @@ class RayBackend:
         while time.monotonic() < end_s:
             alive = placement.alive_nodes()
             unavailable = set(self._nodes.unavailable)
-            answering = [node for node in alive if (node.labels or {})[NODE_ID] not in unavailable]
+            answering = [node for node in alive if node.node_id not in unavailable]
             is_draining = (
                 unavailable <= placement.draining_nodes().keys()
             )  # also if none is unavailable
