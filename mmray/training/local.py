@@ -60,7 +60,6 @@ class LocalBackend:
 
     def __init__(self, world_size: int = 1) -> None:
         self._world_size = world_size
-        self.can_restart = world_size == 1
         self._next: ChildProcess | None = ChildProcess("worker", run_worker)
 
     def check(self, config: Config, reporter: RunReporter) -> None:
