@@ -10,12 +10,13 @@ from __future__ import annotations
 import difflib
 import re
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 INTERRUPTED = 130
 Level = Literal["ok", "warning", "error"]
+Log = Callable[[str, str], None]  # receives a message for the user: its text, and a label
 
 
 def require_positive(**numbers: float | None) -> None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmray.errors import ResourceError, UsageError
+from mmray.errors import Log, ResourceError, UsageError
 from mmray.machine import cores
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def asks_for_cluster(cluster_config: Cluster) -> bool:
 
 
 @contextmanager
-def data_session(cluster_config: Cluster, log: Callable[[str, str], None]) -> Iterator[None]:
+def data_session(cluster_config: Cluster, log: Log) -> Iterator[None]:
     """Context manager that connects to Ray for tasks of `mmray prepare` if they need it
     (`needs_ray`); otherwise they run in child processes.
 
@@ -107,7 +107,7 @@ def ray_session(
     cluster_config: Cluster,
     decode_actors: int = 1,
     while_starting: Callable[[], None] | None = None,
-    log: Callable[[str, str], None] = lambda _, __: None,
+    log: Log = lambda _, __: None,
 ) -> Iterator[None]:
     """Context manager that connects to a Ray cluster, or starts Ray on this machine, and
     disconnects at the end.

@@ -5,7 +5,7 @@ gives back what it does not need.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup
 from mmray.cluster.capacity import Demand, Resources, fits, format_resources
 from mmray.cluster.placement import alive_nodes, data_demand, free_nodes
 from mmray.cluster.ray_internals import running_jobs
-from mmray.errors import ResourceError
+from mmray.errors import Log, ResourceError
 
 if TYPE_CHECKING:
     from mmray.config import Cluster
@@ -26,7 +26,6 @@ POLL_INTERVAL_S = 0.5
 YIELD_AFTER_S = 5.0
 IGNORE_AFTER_S = 120.0
 MAX_LISTED_JOBS = 3
-Log = Callable[[str, str], None]  # (text, label)
 
 
 class ResourceWait:

@@ -7,6 +7,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+Message = dict[str, Any]  # `Coordinator.push` lists them
+Updates = tuple[
+    list[Message], list[dict[str, Any]]
+]  # messages, and the last heartbeat of each rank
 IMPORTING = "importing the engine"  # a worker's first stage
 
 
@@ -19,14 +23,14 @@ class Coordinator:
     """
 
     def __init__(self, bad_rows: set[int]) -> None:
-        self._messages: list[dict[str, Any]] = []
+        self._messages: list[Message] = []
         self._num_received = 0  # messages that the driver has received
         self._heartbeats: dict[int, tuple[dict[str, Any], float]] = {}
         self._bad_rows = bad_rows
         self._stop_requested = self._stacks_requested = False
         self._must_yield = False
 
-    def push(self, message: dict[str, Any]) -> None:
+    def push(self, message: Message) -> None:
         """Store a message of a worker for the driver.
 
         Args:
@@ -39,7 +43,7 @@ class Coordinator:
         """
         self._messages.append(message)
 
-    def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def drain(self, num_received: int) -> Updates:
         """Return the messages that the driver has not received, and each rank's last heartbeat with
         its age in seconds as `age_s`.
 

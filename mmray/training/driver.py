@@ -20,7 +20,7 @@ from mmray.data.store.manifest import QUARANTINE
 from mmray.data.store.mixture import PreparedMixture
 from mmray.engine.bad_rows import merge_bad_rows
 from mmray.engine.worker_context import TRAINING
-from mmray.errors import ForceExit, TrainingError
+from mmray.errors import ForceExit, Log, TrainingError
 from mmray.machine import torchrun_world_size
 from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
@@ -120,7 +120,7 @@ def train(
         return outcome
 
 
-def check_classes(config: Config, log: Callable[[str, str], None]) -> None:
+def check_classes(config: Config, log: Log) -> None:
     """Check that the classes and packages that settings name can be loaded.
 
     Args:

@@ -28,7 +28,7 @@ from mmray.engine import precision
 from mmray.engine.checkpoint import files
 from mmray.engine.collectives import Group
 from mmray.engine.run_state import EMA_KEY
-from mmray.errors import ResourceError, UsageError
+from mmray.errors import Log, ResourceError, UsageError
 from mmray.evaluation.build import (
     best_metric,
     build_evaluator,
@@ -125,7 +125,7 @@ def pretrained_config(weights: str) -> Config:
 
 
 def open_model(
-    source: AnyPath | Config, step: Step, log: Callable[[str, str], None]
+    source: AnyPath | Config, step: Step, log: Log
 ) -> tuple[Config, str, AnyPath | None]:
     """Return what `open_run` returns, for a run or for pretrained weights.
 
@@ -153,7 +153,7 @@ def export_model(
     interpolate: float = 1.0,
     adapters_only: bool = False,
     format: ExportFormat = "transformers",
-    log: Callable[[str, str], None] = lambda text, label: None,
+    log: Log = lambda text, label: None,
 ) -> AnyPath:
     """Export the model of a run's checkpoint, or pretrained weights, to a folder, which
     `mmray.load` loads.
@@ -234,7 +234,7 @@ def _export(
     settings: Any,
     tokenizer_json: str,
     out: str | AnyPath,
-    log: Callable[[str, str], None],
+    log: Log,
     adapters_only: bool = False,
     format: ExportFormat = "transformers",
 ) -> AnyPath:
@@ -384,7 +384,7 @@ def _score_on_ray(
     return run_group(score, config, folder, reporter.log, on_message)
 
 
-def with_tokenizer(config: Config, log: Callable[[str, str], None]) -> tuple[Config, str]:
+def with_tokenizer(config: Config, log: Log) -> tuple[Config, str]:
     """Load the tokenizer of pretrained weights.
 
     Args:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psutil
 
 from mmray.config import Config
-from mmray.errors import MmrayError, ResourceError, TrainingError, UsageError, first_line
+from mmray.errors import Log, MmrayError, ResourceError, TrainingError, UsageError, first_line
 from mmray.machine import cores, torchrun_world_size
 from mmray.processes import ChildDied, ChildProcess
 from mmray.training.backend import (
@@ -30,7 +30,7 @@ from mmray.training.backend import (
     run_in_thread,
     select_cause,
 )
-from mmray.training.coordinator import Coordinator
+from mmray.training.coordinator import Coordinator, Updates
 from mmray.training.local_worker import measure_alone, run_worker
 from mmray.training.monitor import Workers
 
@@ -205,7 +205,7 @@ class LocalWorkers(Workers):
     def wait(self, poll: Callable[[], None]) -> dict[str, Any]:
         return run_in_thread(self._serve, poll)
 
-    def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def drain(self, num_received: int) -> Updates:
         return self._coordinator.drain(num_received)
 
     def request_stop(self) -> None:
@@ -241,7 +241,7 @@ def num_decode_processes(config: Config, workers: int) -> int:
     return max(workers, cores() - workers * TRAINING_CORES)
 
 
-def with_workers_of_torchrun(config: Config, log: Callable[[str, str], None]) -> Config:
+def with_workers_of_torchrun(config: Config, log: Log) -> Config:
     """Return the settings of a run with one worker in each process that torchrun started.
 
     Raises:

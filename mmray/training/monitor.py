@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from mmray.config import Config
 from mmray.engine.worker_context import TRAINING
-from mmray.errors import ForceExit, ResourceError
+from mmray.errors import ForceExit, Log, ResourceError
 from mmray.machine import process_memory
 from mmray.training import RunReporter
+from mmray.training.coordinator import Updates
 
 if TYPE_CHECKING:
     from mmray.engine.batch import BatchShape
@@ -99,7 +100,7 @@ class Workers(Protocol):
             poll: Called several times per second.
         """
 
-    def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def drain(self, num_received: int) -> Updates:
         """Return the new messages and the last heartbeats of the workers, as `Coordinator.drain`.
 
         Args:
@@ -122,7 +123,7 @@ class Workers(Protocol):
         """
         return {}
 
-    def waits_for_resources(self, log: Callable[[str, str], None]) -> bool:
+    def waits_for_resources(self, log: Log) -> bool:
         """Return whether the workers have no resources yet.
 
         Args:

@@ -36,12 +36,7 @@ from mmray.cluster.waiting import Contention, ResourceWait, is_reserved, reserve
 from mmray.config import Config
 from mmray.data.stream.pool_size import DecoderLimits
 from mmray.engine.batch import out_of_memory_error
-from mmray.errors import (
-    MmrayError,
-    ResourceError,
-    TrainingError,
-    first_line,
-)
+from mmray.errors import Log, MmrayError, ResourceError, TrainingError, first_line
 from mmray.machine import cores, free_memory
 from mmray.storage.paths import AnyPath
 from mmray.training.backend import (
@@ -53,6 +48,7 @@ from mmray.training.backend import (
     run_in_thread,
     select_cause,
 )
+from mmray.training.coordinator import Updates
 from mmray.training.local_worker import measure_in_rank
 from mmray.training.monitor import Workers
 from mmray.training.ray_trainer import (
@@ -318,7 +314,7 @@ class RayWorkers(Workers):
             list_as_waiting(self.autoscaler.name, self.config.cluster.priority, is_listed)
             self._is_listed = is_listed
 
-    def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def drain(self, num_received: int) -> Updates:
         if self._coordinator is None:
             return [], []
         try:
@@ -346,7 +342,7 @@ class RayWorkers(Workers):
     def draining_nodes(self) -> dict[str, float]:
         return placement.draining_nodes()
 
-    def waits_for_resources(self, log: Callable[[str, str], None]) -> bool:
+    def waits_for_resources(self, log: Log) -> bool:
         if self._coordinator is not None:
             return False
         cluster = self.config.cluster
@@ -395,7 +391,7 @@ def run_group(
     measure: Callable[..., T],
     config: Config,
     folder: AnyPath,
-    log: Callable[[str, str], None],
+    log: Log,
     on_message: Callable[[dict[str, Any]], None],
 ) -> T:
     """Wait for the resources of a group of workers, log what it waits for, and call a function in

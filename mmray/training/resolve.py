@@ -47,6 +47,7 @@ from mmray.report.run import format_setting
 from mmray.storage.paths import AnyPath, RemotePath, to_path
 from mmray.training import RunReporter
 
+TrainSet = PreparedSet | PreparedMixture
 # Settings of `prepare` that are what it may read and how; the rows do not depend on them.
 _READING_SETTINGS = {"max_bad_fraction", "format", "root", "rows_per_shard"}
 # Settings of `prepare` in which an evaluation set may differ from the training set.
@@ -77,7 +78,7 @@ class ResolvedRun:
     """
 
     config: Config
-    train_set: PreparedSet | PreparedMixture
+    train_set: TrainSet
     eval_sets: dict[str, PreparedSet]
     tokenizer_json: str
     batch_shape: BatchShape
@@ -125,7 +126,7 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     model = with_class_names(model, train_sets)
     train_sets = [match_classes(model, each, reporter.log) for each in train_sets]
     eval_sets = {name: match_classes(model, each, reporter.log) for name, each in eval_sets.items()}
-    train_set: PreparedSet | PreparedMixture = train_sets[0]
+    train_set: TrainSet = train_sets[0]
     if not sets.mixture.is_single:
         train_set = PreparedMixture(train_sets, sets.mixture.weights, sets.mixture.are_shares)
     num_rows = _rows_of_epoch(config, train_set, shape)
@@ -264,7 +265,7 @@ def _compare_settings(
     return settings
 
 
-def _load_tokenizer(config: Config, train_set: PreparedSet | PreparedMixture) -> str:
+def _load_tokenizer(config: Config, train_set: TrainSet) -> str:
     """Return tokenizer.json of a run, with the tokens that its inputs need.
 
     Raises UsageError, also for an unknown language of the class names.
@@ -281,7 +282,7 @@ def _load_tokenizer(config: Config, train_set: PreparedSet | PreparedMixture) ->
 
 
 def describe_equal_captions(
-    config: Config, train_set: PreparedSet | PreparedMixture, global_batch_size: int
+    config: Config, train_set: TrainSet, global_batch_size: int
 ) -> str | None:
     """Describe how many negatives of a contrastive step have the captions of the row itself, with
     remedies; None for another objective, or below MIN_EQUAL_CAPTIONS.
@@ -337,9 +338,7 @@ def describe_long_texts(config: Config, sets: Sequence[PreparedSet]) -> str | No
     )
 
 
-def _rows_of_epoch(
-    config: Config, train_set: PreparedSet | PreparedMixture, shape: BatchShape
-) -> int:
+def _rows_of_epoch(config: Config, train_set: TrainSet, shape: BatchShape) -> int:
     """Return the rows of an epoch. Raises UsageError if they are fewer than the rows of a step."""
     num_rows = min(train_set.num_rows, config.data.limit or train_set.num_rows)
     if isinstance(train_set, PreparedMixture):
@@ -391,9 +390,7 @@ def _with_token_lengths(
     return replace(resolved, token_lengths=MappedArray(file), is_packed=packed)
 
 
-def describe_unused_texts(
-    train_set: PreparedSet | PreparedMixture, search: UnusedTextSearch
-) -> Iterator[str]:
+def describe_unused_texts(train_set: TrainSet, search: UnusedTextSearch) -> Iterator[str]:
     """Yield a line for each kind of texts that the processor does not use: rows, and one of them.
 
     Searching stores a column in the set; a line names a set to which it cannot be written.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from mmray.data.store.selection import check_where
 from mmray.data.vlm.families import find_family, read_config
 from mmray.engine.batch import resolve_batch_shape
 from mmray.engine.parallel import support
-from mmray.errors import UsageError, suggest
+from mmray.errors import Log, UsageError, suggest
 from mmray.storage.paths import to_path
 
 if TYPE_CHECKING:
@@ -398,7 +398,7 @@ def _patterns(config: Config) -> set[str]:
 _VOCAB_SIZE = 8  # names of weights do not depend on it, and all weights have so many tokens
 
 
-def check_patterns(config: Config, log: Callable[[str, str], None]) -> None:
+def check_patterns(config: Config, log: Log) -> None:
     """Check that the patterns in `optimizer.freeze`, `optimizer.lr_multipliers`,
     `optimizer.layer_decay`, `model.lora.targets` and `model.lora.train` match names of weights of
     the model.
