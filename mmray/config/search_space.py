@@ -42,6 +42,9 @@ def round_sampled(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
+Axis = tuple[Any, ...] | Range  # listed values, or a range
+
+
 @dataclass(frozen=True)
 class Space:
     """Settings that a sweep searches.
@@ -53,7 +56,7 @@ class Space:
         seed: Seed of the random choice of configurations.
     """
 
-    axes: dict[str, tuple[Any, ...] | Range]
+    axes: dict[str, Axis]
     num_samples: int | None = None  # configurations to sample; None: the grid of the listed values
     seed: int = 0
 
@@ -158,7 +161,7 @@ def build_space(
     Raises:
         UsageError: A list or a range is invalid, or a setting cannot be searched.
     """
-    axes: dict[str, tuple[Any, ...] | Range] = {}
+    axes: dict[str, Axis] = {}
     for key, values in given.items():
         if key in LENGTHS:
             raise UsageError(
@@ -228,7 +231,7 @@ def _parse_value(text: str) -> Any:
     return None if text == "None" else text
 
 
-def _parse_axis(key: str, text: str) -> tuple[Any, ...] | Range:
+def _parse_axis(key: str, text: str) -> Axis:
     match = _RANGE.fullmatch(text)
     if match is None:
         items = [item.strip() for item in _COMMA.split(text)]

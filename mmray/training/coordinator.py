@@ -8,9 +8,7 @@ import time
 from typing import Any
 
 Message = dict[str, Any]  # `Coordinator.push` lists them
-Updates = tuple[
-    list[Message], list[dict[str, Any]]
-]  # messages, and the last heartbeat of each rank
+Updates = tuple[list[Message], list[dict[str, Any]]]  # messages, last heartbeat of each rank
 IMPORTING = "importing the engine"  # a worker's first stage
 
 
