@@ -220,9 +220,11 @@ def _check_ray(address: str | None) -> Iterator[Finding]:
             yield Finding("ok", "Ray", f"{how} in {time.monotonic() - start_s:.1f} s")
             import ray
 
+            from mmray.cluster.placement import alive_entries
+
             total = ray.cluster_resources()
             free = ray.available_resources()
-            alive = [node for node in ray.nodes() if node["Alive"]]
+            alive = alive_entries()
             yield check_nodes(alive, free, None if address else cores())
             try:
                 yield check_interfaces(_interfaces(alive))

@@ -77,21 +77,20 @@ class SchedulableNodes:
         return exclude_nodes(self.unavailable, selector) if self.unavailable else selector or None
 
 
+def alive_entries() -> list[dict[str, Any]]:
+    """Return what Ray knows of each alive node, such as `NodeID`, `Resources` and `Labels`."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
 def alive_nodes() -> list[Node]:
     """Return the alive nodes of the cluster with their total resources."""
-    return [
-        Node(dict(node["Resources"]), dict(node["Labels"])) for node in ray.nodes() if node["Alive"]
-    ]
+    return [Node(dict(node["Resources"]), dict(node["Labels"])) for node in alive_entries()]
 
 
 def free_nodes() -> list[Node]:
     """Return the alive nodes of the cluster with their free resources."""
     free = free_resources()
-    return [
-        Node(free.get(node["NodeID"], {}), dict(node["Labels"]))
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
+    return [Node(free.get(node["NodeID"], {}), dict(node["Labels"])) for node in alive_entries()]
 
 
 def wait_for_free_nodes(demand: Demand, timeout_s: float) -> list[Node]:
@@ -111,7 +110,7 @@ def schedulable_nodes() -> SchedulableNodes:
     draining.
     """
     draining = draining_nodes()
-    alive = [node for node in ray.nodes() if node["Alive"]]
+    alive = alive_entries()
     with ThreadPoolExecutor(MAX_PROBES) as threads:  # a probe of a lost node takes seconds
         are_reachable = list(threads.map(_is_reachable, alive))
     unavailable = []
