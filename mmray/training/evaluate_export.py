@@ -54,6 +54,7 @@ from mmray.training.run_dir import (
 
 # A step, the checkpoint with the best metric (`best_metric`), or (None) the newest valid one.
 Step = int | Literal["best"] | None
+Scores = list[dict[str, float]]  # for each share of the weights, metrics by name
 
 
 def load_run_config(folder: AnyPath) -> Config:
@@ -256,7 +257,7 @@ def evaluate_model(
     captions: str | None = None,
     shares: Sequence[float] = (1.0,),
     **cluster: Any,
-) -> list[dict[str, float]]:
+) -> Scores:
     """Evaluate a checkpoint of a run, or pretrained weights.
 
     Args:
@@ -307,7 +308,7 @@ def _evaluate(
     split: str | None,
     reporter: RunReporter,
     shares: Sequence[float],
-) -> list[dict[str, float]]:
+) -> Scores:
     split = split or (config.data.eval_split if data is None else "test")
     if data is not None:
         config = config.replace(data=config.data.replace(eval=data))
@@ -367,11 +368,11 @@ def _log_idle_gpus(on_gpu: bool, num_gpus: float, reporter: RunReporter) -> None
 
 def _score_on_ray(
     config: Config,
-    score: Callable[..., list[dict[str, float]]],
+    score: Callable[..., Scores],
     folder: AnyPath,
     reporter: RunReporter,
     on_message: Callable[[dict[str, int]], None],
-) -> list[dict[str, float]]:
+) -> Scores:
     from mmray.cluster.placement import alive_nodes
     from mmray.cluster.run_resources import num_free_workers, resource_demand
     from mmray.training.ray_backend import run_group
@@ -497,7 +498,7 @@ def _score(
     tokenizer_json: str,
     held_out: dict[str, PreparedSet],
     loads: Sequence[Callable[[], nn.Module]],
-) -> list[dict[str, float]]:
+) -> Scores:
     """The metrics of each model."""
     evaluator = build_evaluator(
         config, held_out, tokenizer_json, lambda rows: report({"rows": rows})
