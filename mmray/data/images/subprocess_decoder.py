@@ -134,7 +134,13 @@ def serve(channel: Channel) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (MAX_CHILD_BYTES, hard))
     while True:
         function, args = channel.connection.recv()
-        channel.connection.send_bytes(orjson.dumps(_reply(function, args)))
+        try:
+            reply = function(*args)
+        except BadImage as bad:
+            reply = {"reason": bad.reason, "detail": bad.detail}
+        except MemoryError:  # nothing else allocates here, so the image caused it
+            reply = {"reason": "memory", "detail": "no memory to decode it"}
+        channel.connection.send_bytes(orjson.dumps(reply))
 
 
 def _check(data: bytes, max_pixels: int, transform_args: tuple[Any, ...] | None) -> dict[str, Any]:
@@ -157,12 +163,3 @@ def _check_media(data: bytes, kind: str, max_pixels: int, header_only: bool) -> 
 
 def _damaged_thumbnail(data: bytes) -> dict[str, Any]:
     return {"image": thumbnail(decode_damaged(data))}
-
-
-def _reply(function: Callable[..., dict[str, Any]], args: tuple[Any, ...]) -> dict[str, Any]:
-    try:
-        return function(*args)
-    except BadImage as bad:
-        return {"reason": bad.reason, "detail": bad.detail}
-    except MemoryError:  # nothing else allocates here, so the image caused it
-        return {"reason": "memory", "detail": "no memory to decode it"}

@@ -29,7 +29,7 @@ KEYFRAME_EVERY = 16  # frames, so that the second scene is not decoded from the 
 SAMPLE_RATE = 8_000
 DURATION_S = 3.2
 SHAPES = ("circle", "square", "triangle", "cross")
-MOVEMENTS = ("up", "down", "left", "right", "still")
+DIRECTIONS = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0), "still": (0, 0)}
 BACKGROUNDS = {"white": (245, 245, 245), "black": (12, 12, 12)}
 LOWEST_HZ = 300
 
@@ -73,19 +73,19 @@ def generate_clips(out: Path) -> Path:
 
 def _write_clips(folder: Path) -> None:
     (folder / "videos").mkdir()
-    every = list(product(SHAPES, COLORS, MOVEMENTS, BACKGROUNDS))
+    every = list(product(SHAPES, COLORS, DIRECTIONS, BACKGROUNDS))
     lines = []
     for split, count in (("train", NUM_TRAIN), ("test", NUM_TEST)):
         draw = random.Random(f"clips of {split}")
         # Each kind of scene once, then again: the held-out clips have different captions.
-        kinds: list[tuple[str, ...]] = []
+        kinds: list[tuple[str, str, str, str]] = []
         for number in range(count):
             if len(kinds) < 2:
                 kinds = draw.sample(every, len(every))
             first = draw.uniform(0.05, 0.4)
             second = draw.uniform(1.65, 2.0)
             scenes = [
-                _scene(kinds.pop(), start, start + draw.uniform(1.0, 1.2))
+                Scene(*kinds.pop(), start, start + draw.uniform(1.0, 1.2))
                 for start in (first, second)
             ]
             name = f"videos/{split}-{number:04d}.mp4"
@@ -101,11 +101,6 @@ def _write_clips(folder: Path) -> None:
             row = {"id": name, "video": name, "texts": texts, "split": split}
             lines.append(json.dumps(row) + "\n")
     (folder / "sample-av.jsonl").write_text("".join(lines))
-
-
-def _scene(kind: tuple[str, ...], start_s: float, end_s: float) -> Scene:
-    shape, color, movement, background = kind
-    return Scene(shape, color, movement, background, start_s, end_s)
 
 
 def _write_video(file: Path, scenes: list[Scene], draw: random.Random) -> None:
@@ -150,13 +145,10 @@ def _draw_frame(
     pen = ImageDraw.Draw(image)
     pen.rectangle((0, 0, SIDE, SIDE), fill=BACKGROUNDS[scene.background])
     progress = (time - scene.start_s) / (scene.end_s - scene.start_s) - 0.5
-    steps = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0), "still": (0, 0)}
-    step = steps[scene.movement]
-    center = tuple(
-        SIDE * (0.5 + offset + 0.5 * progress * direction)
-        for offset, direction in zip(jitter, step, strict=True)
-    )
-    draw_shape(pen, scene.shape, center, SIDE * 0.2, color, 0.0)  # type: ignore[arg-type]
+    right, down = DIRECTIONS[scene.movement]
+    x = SIDE * (0.5 + jitter[0] + 0.5 * progress * right)
+    y = SIDE * (0.5 + jitter[1] + 0.5 * progress * down)
+    draw_shape(pen, scene.shape, (x, y), SIDE * 0.2, color, 0.0)
 
 
 def _sound(scene: Scene, draw: random.Random) -> np.ndarray:

@@ -146,6 +146,18 @@ class SetReader(ABC):
             Exception: The row cannot be used; one of the types in `row_errors`.
         """
 
+    def check_media(self, media: Sequence[Media], max_pixels: int) -> None:
+        """Decode media in a child process first, if this process was restarted after a crash.
+        Raises BadImage.
+        """
+        if self.subprocess_decoder is None:
+            return
+        for each in media:
+            if each.kind == "image":
+                self.subprocess_decoder.check(each.data, max_pixels)
+            else:
+                self.subprocess_decoder.check_media(each.data, each.kind, max_pixels)
+
     def explain_bad_row(
         self, row_id: int, decoder: SubprocessDecoder
     ) -> tuple[Row | None, str, str]:
@@ -294,8 +306,7 @@ class RowReader(SetReader):
         image_size = (0, 0)
         if self.takes_clips:
             row = row.with_text(choice)
-            if self.subprocess_decoder is not None:
-                _check_media(row.media, self.subprocess_decoder)
+            self.check_media(row.media, MAX_PIXELS)
         else:
             if self.subprocess_decoder is not None:
                 self.subprocess_decoder.check(
@@ -308,15 +319,6 @@ class RowReader(SetReader):
             columns |= extra.empty(1)
             extra.set_row(columns, 0, row, image_size, uniforms)
         return columns
-
-
-def _check_media(media: Sequence[Media], decoder: SubprocessDecoder) -> None:
-    """Decode the media of a clip in a child process. Raises BadImage."""
-    for each in media:
-        if each.kind == "image":
-            decoder.check(each.data, MAX_PIXELS)
-        else:
-            decoder.check_media(each.data, each.kind, MAX_PIXELS)
 
 
 def row_columns(

@@ -208,17 +208,16 @@ def budget_arguments(
     Raises:
         UsageError: The family does not support a given limit.
     """
-    given = {"max_pixels": max_pixels, "min_pixels": min_pixels}
-    given = {name: value for name, value in given.items() if value is not None}
-    supported = {"size": ("max_pixels", "min_pixels"), "tiles": ("max_pixels",)}
-    supported["edge"] = supported["tiles"]
-    for name in given:
-        if name not in supported.get(family.budget, ()):
+    for name, value, budgets in (
+        ("max_pixels", max_pixels, ("size", "edge", "tiles")),
+        ("min_pixels", min_pixels, ("size",)),
+    ):
+        if value is not None and family.budget not in budgets:
             raise UsageError(
                 f"model.inputs.{name}: the images of this model have a fixed size, or it has none; "
                 "leave it empty"
             )
-    if not given:
+    if max_pixels is None and min_pixels is None:
         return {}
     size = image_processor.size
     if family.budget == "size":

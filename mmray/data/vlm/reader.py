@@ -126,14 +126,11 @@ class ConversationReader(SetReader):
         for media in row.media:
             if media.kind not in self.encoder.kinds:
                 raise RowError("media", f"the row has {media.kind}, which the model does not take")
-            if media.kind != "image":
-                if self.subprocess_decoder is not None:
-                    self.subprocess_decoder.check_media(media.data, media.kind, self.max_pixels)
+            self.check_media([media], self.max_pixels)
+            if media.kind == "image":
+                decoded.append(Image.fromarray(decode(media.data, self.max_pixels)))
+            else:
                 decoded.append(read_clip(media, self.encoder, span, phase, self.max_pixels))
-                continue
-            if self.subprocess_decoder is not None:
-                self.subprocess_decoder.check(media.data, self.max_pixels)
-            decoded.append(Image.fromarray(decode(media.data, self.max_pixels)))
         return decoded
 
     def encode_row(self, row: Row, choice: int = 0, phase: float = 0.5) -> EncodedRow:
