@@ -32,7 +32,7 @@ class Decoded(NamedTuple):
     """
 
     block: Block
-    crashed: bool  # an image ended the child process that decoded it
+    crashed: bool
 
 
 class BlockDecoder:

@@ -58,7 +58,6 @@ class SetReader(ABC):
             `detail`, a sentence.
     """
 
-    # Errors of a row that cannot be used; they have a `reason` and a `detail`.
     row_errors: ClassVar[tuple[Any, ...]] = (BadImage,)
 
     def __init__(self, prepared: PreparedSet | PreparedMixture, max_pixels: int) -> None:
