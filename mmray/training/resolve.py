@@ -31,7 +31,7 @@ from mmray.data.store.row_columns import caption_flag
 from mmray.data.store.selection import SELECTIONS_DIR, select_rows
 from mmray.data.store.shard_table import MappedArray, MappedFile
 from mmray.data.store.stored_row import Row
-from mmray.data.stream.order import ORDER_VERSION
+from mmray.data.stream.order import ORDER_VERSION, BlockShuffle
 from mmray.data.stream.shuffle import resolve_block_shuffle, with_local_cache
 from mmray.data.text.tokenizer import add_language_tokens, build_encoder, declared_pad_id
 from mmray.data.text.tokenizer_files import load_tokenizer
@@ -114,25 +114,14 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     shuffle = resolve_block_shuffle(
         config.data, sets.train, shape.global_batch_size, config.cluster.max_workers
     )
-    train_sets = [with_local_cache(config.data, each, shuffle) for each in sets.train]
-    eval_sets = {
-        name: with_local_cache(config.data, each, shuffle) for name, each in sets.eval.items()
-    }
-    if config.data.local_cache not in (None, AUTO) and not any(
-        isinstance(each.folder, RemotePath) for each in [*train_sets, *eval_sets.values()]
-    ):
-        reporter.log("data.local_cache has no effect: every set is on a local disk", "cache")
-    model = with_region_labels(config.model, train_sets, list(eval_sets.values()))
-    model = with_class_names(model, train_sets)
-    train_sets = [match_classes(model, each, reporter.log) for each in train_sets]
-    eval_sets = {name: match_classes(model, each, reporter.log) for name, each in eval_sets.items()}
-    train_set: TrainSet = train_sets[0]
+    model, sets = _match_sets(config, sets, shuffle, reporter)
+    train_set: TrainSet = sets.train[0]
     if not sets.mixture.is_single:
-        train_set = PreparedMixture(train_sets, sets.mixture.weights, sets.mixture.are_shares)
+        train_set = PreparedMixture(sets.train, sets.mixture.weights, sets.mixture.are_shares)
     num_rows = _rows_of_epoch(config, train_set, shape)
     if line := describe_equal_captions(config, train_set, shape.global_batch_size):
         reporter.log(line, "captions")
-    if line := describe_long_texts(config, train_sets):
+    if line := describe_long_texts(config, sets.train):
         reporter.log(line, "clips")
     steps = total_steps(config.train, num_rows, shape.global_batch_size)
     tokenizer_json = ""
@@ -153,7 +142,7 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
         "order": ORDER_VERSION,
     }
     resolved = ResolvedRun(
-        resolved_config, train_set, eval_sets, tokenizer_json, shape, steps, data_identity
+        resolved_config, train_set, sets.eval, tokenizer_json, shape, steps, data_identity
     )
     if not isinstance(resolved_config.model, Vlm):
         return resolved
@@ -227,6 +216,27 @@ def _open_sets(config: Config, reporter: RunReporter) -> _Sets:
     for text in describe_code_names(config, eval_sets):
         reporter.log(text, "warning")
     return _Sets(mixture, train_sets, eval_sets, settings)
+
+
+def _match_sets(
+    config: Config, sets: _Sets, shuffle: BlockShuffle | None, reporter: RunReporter
+) -> tuple[AnyModel, _Sets]:
+    """Return the section `model` with the names of classes and boxes, and the sets with labels in
+    its numbers and their local caches.
+    """
+    train_sets = [with_local_cache(config.data, each, shuffle) for each in sets.train]
+    eval_sets = {
+        name: with_local_cache(config.data, each, shuffle) for name, each in sets.eval.items()
+    }
+    if config.data.local_cache not in (None, AUTO) and not any(
+        isinstance(each.folder, RemotePath) for each in [*train_sets, *eval_sets.values()]
+    ):
+        reporter.log("data.local_cache has no effect: every set is on a local disk", "cache")
+    model = with_region_labels(config.model, train_sets, list(eval_sets.values()))
+    model = with_class_names(model, train_sets)
+    train_sets = [match_classes(model, each, reporter.log) for each in train_sets]
+    eval_sets = {name: match_classes(model, each, reporter.log) for name, each in eval_sets.items()}
+    return model, sets._replace(train=train_sets, eval=eval_sets)
 
 
 def _compare_settings(
