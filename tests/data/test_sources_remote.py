@@ -13,7 +13,8 @@ import pytest
 from mmray.data.formats.detect import SourceSpec, detect_source, open_source
 from mmray.data.formats.source import RawRow
 from mmray.data.images.read import read_image
-from mmray.data.prepare import pack, pipeline
+from mmray.data.prepare import pipeline, row_builder
+from mmray.data.prepare.job import PrepareJob
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.rows import BadRow, parse_row
 from mmray.data.store.prepared_set import PreparedSet
@@ -141,7 +142,7 @@ def test_images_on_a_store_are_read_in_parallel(
     for label, address in (("disk", tmp_path), ("serial", "memory://"), ("parallel", "memory://")):
         with monkeypatch.context() as patch:
             if label == "serial":
-                patch.setattr(pack, "READ_THREADS", 1)
+                patch.setattr(row_builder, "READ_THREADS", 1)
                 patch.setattr(requests, "MAX_PARALLEL", 1)
             store_requests.most_at_once = 0
             store_requests.awaited = 8 if label == "parallel" else 1
@@ -155,7 +156,7 @@ def test_images_on_a_store_are_read_in_parallel(
 
 def test_memory_of_images_read_ahead_is_bounded(monkeypatch):
     """If they are large, at most MIN_PREFETCH_ROWS are requested ahead."""
-    monkeypatch.setattr(pack, "PREFETCH_BYTES", 1000)
+    monkeypatch.setattr(row_builder, "PREFETCH_BYTES", 1000)
     items = [RawRow(n, f"made:{n}", {"image": f"{n}.png", "text": "x"}) for n in range(99)]
     sizes = []
 
@@ -167,16 +168,16 @@ def test_memory_of_images_read_ahead_is_bounded(monkeypatch):
         return submit(self, request, job, image)
 
     submit = ThreadPoolExecutor.submit
-    monkeypatch.setattr(pack, "read_image", read_image)
+    monkeypatch.setattr(row_builder, "read_image", read_image)
     monkeypatch.setattr(ThreadPoolExecutor, "submit", count)
     source = SourceSpec("jsonl", "memory://raw", "rows.jsonl")
-    job = pack.PrepareJob(source, to_path("memory://set"), LAX)
+    job = PrepareJob(source, to_path("memory://set"), LAX)
     ahead = []
-    with closing(pack.ImageReader(job)) as reader:
+    with closing(row_builder.ImageReader(job)) as reader:
         for number, (_, row) in enumerate(reader.read_ahead(items), 1):
             ahead.append(len(sizes) - number)
             reader.read(row.images[0])
-    assert ahead[0] == pack.MIN_PREFETCH_ROWS and max(ahead) == pack.PREFETCH_ROWS
+    assert ahead[0] == row_builder.MIN_PREFETCH_ROWS and max(ahead) == row_builder.PREFETCH_ROWS
     assert ahead[70] == 1000 // 100 and ahead[-1] == 0
 
 

@@ -26,7 +26,7 @@ from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare.duplicates import NO_ROW
 from mmray.data.prepare.map_shards import MAX_FILES, map_shards, row_batches
-from mmray.data.prepare.tasks import Result, map_tasks, run_with_crash_limit
+from mmray.data.prepare.tasks import map_tasks, run_with_crash_limit
 from mmray.data.rows import HELD_OUT_SPLITS, BadRow
 from mmray.data.store.mixture import read_each
 from mmray.data.store.prepared_set import PreparedSet
@@ -205,8 +205,7 @@ def _find_contaminated_rows(out: AnyPath, sets: Sequence[PreparedSet]) -> list[C
     size = max(1, -(-len(numbered[0]) // MAX_FILES))
     items = [numbered[0][start : start + size] for start in range(0, len(numbered[0]), size)]
     with closing(map_tasks(work, items)) as results:
-        hits = np.array([hit for result in results for hit in result["hits"]], np.int64)
-    hits = hits.reshape(-1, 6)
+        hits = np.concatenate([np.zeros((0, 6), np.int64), *results])
     hits = hits[np.argsort(hits[:, 0])]
     match_keys = np.empty(len(hits), object)
     for number, prepared in enumerate(sets):
@@ -238,7 +237,7 @@ def _search_task(
     values: RowValues,
     references: dict[str, list[tuple[int, _NumberedShards]]],
     max_distance: int,
-) -> Result:
+) -> np.ndarray:
     """Ray task: search for the images of some shards in other sets and splits.
 
     Args:
@@ -246,9 +245,9 @@ def _search_task(
         references: By split of a shard, the number of each set to search in, and its shards.
 
     Returns:
-        `hits`: row, image, number of the set, row and image in it, and Hamming distance.
+        int64 [hits, 6]: row, image, number of the set, row and image in it, Hamming distance.
     """
-    hits: list[list[int]] = []
+    hits = [np.zeros((0, 6), np.int64)]
     for (shard, _), queries in zip(shards, _read_hashes(values, shards), strict=True):
         for number, others in references[_split(shard)]:
             key = (others, max_distance)
@@ -264,9 +263,9 @@ def _search_task(
             rows = queries["row"][found]
             matched = [matches["row"], matches["image"], distances[found]]
             fields = [rows, queries["image"][found], np.full(len(rows), number), *matched]
-            hits += np.stack(fields, axis=1).tolist()
+            hits.append(np.stack(fields, axis=1))
             queries = queries[~np.isin(queries["row"], rows)]
-    return {"hits": hits}
+    return np.concatenate(hits)
 
 
 def _read_hashes(

@@ -17,7 +17,6 @@ import pyarrow.compute as pc
 
 from mmray.data.partitions import read_part, write_parts
 from mmray.data.prepare.records import PackedRows, open_records
-from mmray.data.prepare.tasks import Result
 from mmray.data.rows import HELD_OUT_SPLITS
 from mmray.data.store.manifest import CHUNK_RECORDS
 from mmray.data.store.shard_table import Shard
@@ -80,14 +79,14 @@ class Digests:
         """
         parts = [kind * self.num_parts + part for part in range(self.num_parts)]
         work = partial(_search_part, files=self._files, dropped=dropped, search=search)
-        return [result["found"] for result in self.packed.map(work, parts)]
+        return list(self.packed.map(work, parts))
 
     def close(self) -> None:
         """Delete the files of the digests."""
         parallel_map(lambda file: file.unlink(), self._files)
 
 
-def _write_digests(item: _File, out: AnyPath, names: Sequence[str], num_parts: int) -> Result:
+def _write_digests(item: _File, out: AnyPath, names: Sequence[str], num_parts: int) -> None:
     """Task: write the digests of a file of records, in parts of each kind."""
     file, target, records = item
     tables = []
@@ -107,15 +106,14 @@ def _write_digests(item: _File, out: AnyPath, names: Sequence[str], num_parts: i
     starts = pc.binary_slice(digests["digest"], 0, 4).combine_chunks().view(pa.uint32())
     parts = kinds * num_parts + starts.to_numpy() % num_parts
     write_parts(target, digests, parts, len(names) * num_parts)
-    return {}
 
 
 def _search_part(
     part: int, files: Sequence[AnyPath], dropped: np.ndarray, search: Callable[[pa.Table], Any]
-) -> Result:
+) -> Any:
     """Task: the work of `Digests.search` on a part."""
     table = read_part(files, part)
-    return {"found": search(table.filter(pc.invert(pc.is_in(table["row"], pa.array(dropped)))))}
+    return search(table.filter(pc.invert(pc.is_in(table["row"], pa.array(dropped)))))
 
 
 def _find_repeats(table: pa.Table, reason: int, held_out: Sequence[int]) -> pa.Table:

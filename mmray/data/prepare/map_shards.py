@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import pyarrow as pa
 
-from mmray.data.prepare.tasks import Result, map_tasks
+from mmray.data.prepare.tasks import map_tasks
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.row_values import COLUMNS_DIR, RowValues, update_index, write_values
 from mmray.data.store.shard_table import Shard
@@ -71,8 +71,8 @@ def map_shards(
     bare = PreparedSet(prepared.folder, manifest, captions=prepared.captions)
     work = partial(_compute_task, prepared=bare, folder=folder, compute=compute)
     with closing(map_tasks(work, items, runs_model=runs_model)) as results:
-        for result in results:
-            done += result["num_rows"]
+        for num_rows in results:
+            done += num_rows
             on_rows(done, total)
     for name in types:
         update_index(folder, name)
@@ -81,8 +81,8 @@ def map_shards(
 
 def _compute_task(
     shards: list[Shard], prepared: PreparedSet, folder: AnyPath, compute: Compute
-) -> Result:
-    """Ray task: write the columns of some shards."""
+) -> int:
+    """Ray task: write the columns of some shards; return their number of rows."""
     computed = {shard.key: compute(prepared.with_shards((shard,))) for shard in shards}
     for name in computed[shards[0].key]:
         values = {
@@ -90,7 +90,7 @@ def _compute_task(
             for key, columns in computed.items()
         }
         write_values(folder, name, values)
-    return {"num_rows": sum(shard.num_rows for shard in shards)}
+    return sum(shard.num_rows for shard in shards)
 
 
 def row_batches(prepared: PreparedSet) -> list[np.ndarray]:

@@ -26,8 +26,9 @@ from mmray.data.formats.source import Source, SourceChunk
 from mmray.data.media.sample import generate_clips
 from mmray.data.prepare import assemble, contamination, duplicates, preview, sample
 from mmray.data.prepare.contamination import is_enabled
+from mmray.data.prepare.job import PrepareJob
 from mmray.data.prepare.kept_columns import merge_types
-from mmray.data.prepare.pack import PrepareJob, changed_chunks, is_current, pack_task
+from mmray.data.prepare.pack import changed_chunks, is_current, pack_task
 from mmray.data.prepare.records import (
     Labels,
     PackedRows,
@@ -374,7 +375,7 @@ def _fold(packed: PackedRows, write_lease: lease.Lease) -> None:
     """Join the records that tasks have written, so that a rerun reads few files."""
     out = packed.out
     if folds := plan_folds(packed.records, list_sizes(out / CHUNK_RECORDS)):
-        list(packed.map(partial(fold, out=str(out)), folds))
+        list(packed.map(partial(fold, out=out), folds))
         write_lease.check()
         current_files = {record.file for record in packed.records}
         _remove_files(out, lambda name: name not in current_files, [CHUNK_RECORDS])
@@ -488,9 +489,8 @@ def _pack(
     bad = sum(record.num_bad for record in done.values())
     tasks = map_tasks(partial(pack_task, job=job), todo)
     with closing(tasks):  # an error in `progress` also stops the job
-        for result in chain([None], tasks):
-            if result is not None:
-                record = result["record"]
+        for record in chain([None], tasks):
+            if record is not None:
                 done[record.chunk.index] = record
                 rows += record.num_rows
                 bad += record.num_bad
@@ -526,9 +526,9 @@ def _current_records(
     for record in packed.records:
         if record.has_files:
             with_files.setdefault(record.file, []).append(record)
-    for result in packed.map(partial(changed_chunks, job=job), list(with_files.values())):
-        for index in result["chunks"]:
-            del done[index]
+    work = partial(changed_chunks, job=job)
+    for index in chain.from_iterable(packed.map(work, list(with_files.values()))):
+        del done[index]
     return done
 
 

@@ -22,8 +22,9 @@ from mmray.data.formats.text_lines import JsonlSource
 from mmray.data.formats.values import is_list, order_classes
 from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
-from mmray.data.prepare.pack import ImageReader, PrepareJob, RowBuilder
+from mmray.data.prepare.job import PrepareJob
 from mmray.data.prepare.records import Labels, Record, map_rows
+from mmray.data.prepare.row_builder import ImageReader, RowBuilder
 from mmray.data.rows import (
     FOLDER,
     KEPT_COLUMNS,
@@ -199,8 +200,7 @@ def find_class_names(
         for chunk in todo
     )
     work = partial(_read_labels, job=job)
-    for result in map_rows(work, todo, num_rows, MAX_LABELED_ROWS):
-        labels[result["index"]] = result["labels"]
+    labels |= map_rows(work, todo, num_rows, MAX_LABELED_ROWS)
     every = labels.values()
     # With numbers, names are bad rows, because their numbers would be the labels of others.
     if any(each["has_names"] for each in every) and not any(each["has_numbers"] for each in every):
@@ -214,8 +214,8 @@ def find_class_names(
     return labels
 
 
-def _read_labels(chunk: SourceChunk, job: PrepareJob) -> dict[str, Any]:
-    """Task: return the labels of a chunk."""
+def _read_labels(chunk: SourceChunk, job: PrepareJob) -> tuple[int, Labels]:
+    """Task: return the index of a chunk, and its labels."""
     labels = Labels(texts=[], has_names=False, has_numbers=False)
     texts: set[str] = set()
     for label in job.open().labels([chunk]):
@@ -227,7 +227,7 @@ def _read_labels(chunk: SourceChunk, job: PrepareJob) -> dict[str, Any]:
             if len(texts) <= MAX_CLASSES:
                 texts.add(label)
     labels["texts"] = sorted(texts)
-    return {"index": chunk.index, "labels": labels}
+    return chunk.index, labels
 
 
 def describe_source(

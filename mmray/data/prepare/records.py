@@ -23,10 +23,10 @@ import orjson
 import pyarrow as pa
 
 from mmray.data.formats.source import SourceChunk
-from mmray.data.prepare.tasks import Result, map_tasks
+from mmray.data.prepare.tasks import Item, Result, map_tasks
 from mmray.data.store.manifest import CHUNK_RECORDS
 from mmray.data.store.shard_table import Shard
-from mmray.storage.paths import AnyPath, list_names, open_input, open_output, to_path
+from mmray.storage.paths import AnyPath, list_names, open_input, open_output
 from mmray.storage.requests import iter_parallel
 
 # Columns of a record. Good rows have a shard, whose index is that in the record; others have a
@@ -55,6 +55,9 @@ MAX_ROWS = 1 << 20  # of a set for whose rows the driver does the work of tasks
 MAX_FOLDED = 1000  # records of such a file
 FOLD_BYTES = 256 << 20  # its size
 _SUMMARIES = b"records"
+
+
+Fold = tuple[str, list["Record"]]  # a file and its records
 
 
 class Labels(TypedDict):
@@ -184,10 +187,11 @@ def read_records(out: AnyPath, job: str) -> dict[int, Record]:
     }
 
 
-def plan_folds(records: Sequence[Record], sizes: dict[str, int]) -> list[Result]:
-    """Return the work of `fold` that joins the files of tasks and small files of earlier folds.
+def plan_folds(records: Sequence[Record], sizes: dict[str, int]) -> list[Fold]:
+    """Return the records of each file that `fold` writes: those of the files of tasks, and of small
+    files of earlier folds.
 
-    Updates `file` and `batch` of the records to those after the work.
+    Updates `file` and `batch` of `records` to those after the work; the result has the old ones.
 
     Args:
         records: The current record of each chunk, in order.
@@ -214,29 +218,27 @@ def plan_folds(records: Sequence[Record], sizes: dict[str, int]) -> list[Result]
         keys = repr([(record.chunk, [shard.key for shard in record.shards]) for record in group])
         digest = hashlib.sha256(keys.encode()).hexdigest()
         file = f"{INDEX}{generation:06d}-{digest[:8]}.arrow"
-        folds.append({"file": file, "records": [replace(record) for record in group]})
+        folds.append((file, [replace(record) for record in group]))
         for batch, record in enumerate(group):
             record.file = file
             record.batch = batch
     return folds
 
 
-def fold(item: Result, out: str) -> Result:
+def fold(item: Fold, out: AnyPath) -> None:
     """Task: write the records of a fold to one file."""
-    folder = to_path(out)
+    file, records = item
 
-    def read(records: Sequence[Record]) -> list[pa.RecordBatch]:
-        with open_records(folder, records[0].file) as reader:
-            return [reader.get_batch(record.batch) for record in records]
+    def read(of_file: Sequence[Record]) -> list[pa.RecordBatch]:
+        with open_records(out, of_file[0].file) as reader:
+            return [reader.get_batch(record.batch) for record in of_file]
 
-    by_file = [list(group) for _, group in groupby(item["records"], attrgetter("file"))]
-    batches = chain.from_iterable(iter_parallel(read, by_file))
-    write_records(folder, item["file"], item["records"], batches)
-    return {}
+    by_file = [list(group) for _, group in groupby(records, attrgetter("file"))]
+    write_records(out, file, records, chain.from_iterable(iter_parallel(read, by_file)))
 
 
 def map_rows(
-    work: Callable[[Any], Result], items: Sequence[Any], num_rows: int, most: int = MAX_ROWS
+    work: Callable[[Item], Result], items: Sequence[Item], num_rows: int, most: int = MAX_ROWS
 ) -> Iterator[Result]:
     """Call a picklable function with each item, in tasks if they have more than `most` rows."""
     return map(work, items) if num_rows <= most else map_tasks(work, items)
@@ -280,7 +282,7 @@ class PackedRows:
         """Number of bad rows."""
         return sum(record.num_bad for record in self.records)
 
-    def map(self, work: Callable[[Any], Result], items: Sequence[Any]) -> Iterator[Result]:
+    def map(self, work: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
         """Call a picklable function with each item: in tasks if the set is large."""
         return map_rows(work, items, self.num_rows)
 
@@ -317,24 +319,19 @@ class PackedRows:
             The columns of a record without digests, and `row` (its number); `shard` is the index
             in `shards`. Sorted by `row`.
         """
-        items = []
+        ends = np.searchsorted([] if rows is None else rows, self.starts)
+        items: list[_Selection] = []
         for file, numbers in self.by_file():
             parts = []
             for number in numbers:
-                start, end = self.starts[number : number + 2]
-                indices = None
-                if rows is None and not self.records[number].num_bad:
-                    continue
-                if rows is not None:
-                    first, last = np.searchsorted(rows, (start, end))
-                    indices = rows[first:last] - start
-                    if first == last:
-                        continue
-                first_shard = int(self.first_shards[number])
-                parts.append((self.records[number].batch, int(start), first_shard, indices))
+                start = int(self.starts[number])
+                indices = None if rows is None else rows[ends[number] : ends[number + 1]] - start
+                batch = self.records[number].batch
+                if self.records[number].num_bad if indices is None else len(indices):
+                    parts.append((batch, start, int(self.first_shards[number]), indices))
             if parts:
                 items.append((file, parts))
-        tables = [result["rows"] for result in self.map(partial(_select_rows, out=self.out), items)]
+        tables = self.map(partial(_select_rows, out=self.out), items)
         return pa.concat_tables([_SELECTED.empty_table(), *tables]).sort_by("row")
 
     def row_numbers(self, shards: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -359,9 +356,11 @@ _SELECTED_COLUMNS = [name for name in SCHEMA.names if "digest" not in name and n
 _SELECTED = pa.schema([("row", pa.int64()), *map(SCHEMA.field, _SELECTED_COLUMNS)])
 
 
-def _select_rows(
-    item: tuple[str, list[tuple[int, int, int, np.ndarray | None]]], out: AnyPath
-) -> Result:
+# A file, and of each record in it the batch, the first row and shard, and the indices of rows.
+_Selection = tuple[str, list[tuple[int, int, int, np.ndarray | None]]]
+
+
+def _select_rows(item: _Selection, out: AnyPath) -> pa.Table:
     """Task: the work of `PackedRows.select` on the records of a file."""
     from pyarrow import compute as pc  # as above
 
@@ -377,4 +376,4 @@ def _select_rows(
             columns = {name: batch[name] for name in _SELECTED_COLUMNS}
             columns |= {"row": pa.array(rows + start), "shard": shard}
             batches.append(pa.RecordBatch.from_pydict(columns, _SELECTED))
-    return {"rows": pa.Table.from_batches(batches)}
+    return pa.Table.from_batches(batches)

@@ -7,7 +7,7 @@ Tasks copy the stored rows, so no image is decoded.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -19,8 +19,8 @@ import pyarrow as pa
 
 from mmray.data.partitions import read_part, write_parts
 from mmray.data.prepare.map_shards import row_batches
-from mmray.data.prepare.pipeline import SHARD_ROWS, PrepareProgress, create_folders
-from mmray.data.prepare.tasks import Result, map_tasks
+from mmray.data.prepare.pipeline import SHARD_ROWS, Log, OnProgress, PrepareProgress, create_folders
+from mmray.data.prepare.tasks import map_tasks
 from mmray.data.rows import HELD_OUT_SPLITS
 from mmray.data.store.manifest import (
     SHARDS,
@@ -83,8 +83,8 @@ def select_set(
     out: str,
     where: str | None,
     deduplicate: str | None,
-    progress: Callable[[PrepareProgress], None],
-    log: Callable[[str, str], None],
+    progress: OnProgress,
+    log: Log,
 ) -> Manifest:
     """Write a set of some rows of a set, with their columns and in their order.
 
@@ -193,7 +193,7 @@ def _without_similar_rows(
     column: str,
     cosine: float,
     folder: AnyPath,
-    progress: Callable[[PrepareProgress], None],
+    progress: OnProgress,
 ) -> PreparedSet:
     """Drop rows whose embedding is similar to that of an earlier row of the same cluster (SemDeDup;
     Abbas et al. 2023). The clusters are written to a folder, so no process has all embeddings.
@@ -212,14 +212,14 @@ def _without_similar_rows(
     bare = prepared.with_shards(())
     divide = partial(_divide_task, source=bare, column=column, centroids=centroids)
     with closing(map_tasks(divide, items, hint=_HINT)) as results:
-        total = sum(result["num_rows"] for result in results)
+        total = sum(results)
     compare = partial(_compare_task, files=files, cosine=cosine)
     similar = []
     done = 0
     with closing(map_tasks(compare, range(len(centroids)), hint=_HINT)) as results:
-        for result in results:
-            similar += result["similar"]
-            done += result["num_rows"]
+        for num_rows, ids in results:
+            similar += ids
+            done += num_rows
             progress(PrepareProgress("compare", done, total))
     remove_tree(folder / CLUSTERS_DIR)
     numbers, rows = np.divmod(np.sort(np.array(similar, np.int64)), MAX_SHARD_ROWS)
@@ -273,21 +273,23 @@ def _divide_task(
     source: PreparedSet,
     column: str,
     centroids: np.ndarray,
-) -> Result:
-    """Ray task: write the embeddings of some shards to a file, divided by their clusters."""
+) -> int:
+    """Ray task: write the embeddings of some shards to a file, divided by their clusters; return
+    their number.
+    """
     file, shards = item
     tables = list(_embeddings(source, column, shards))
     clusters = [(_vectors(table) @ centroids.T).argmax(axis=1) for table in tables]
     table = pa.concat_tables(tables)
     write_parts(file, table, np.concatenate(clusters), len(centroids))
-    return {"num_rows": len(table)}
+    return len(table)
 
 
-def _compare_task(cluster: int, files: Sequence[AnyPath], cosine: float) -> Result:
-    """Ray task: return which rows of a cluster are similar to earlier ones."""
+def _compare_task(cluster: int, files: Sequence[AnyPath], cosine: float) -> tuple[int, list[int]]:
+    """Ray task: return the number of rows of a cluster, and which are similar to earlier ones."""
     table = read_part(files, cluster)
     similar = find_similar(_vectors(table), cosine)
-    return {"num_rows": len(table), "similar": table["id"].filter(similar).to_pylist()}
+    return len(table), table["id"].filter(similar).to_pylist()
 
 
 def find_similar(vectors: np.ndarray, cosine: float) -> np.ndarray:
@@ -333,10 +335,7 @@ def _groups(prepared: PreparedSet) -> Iterator[list[Shard]]:
 
 
 def _copy(
-    prepared: PreparedSet,
-    folder: AnyPath,
-    selection: dict[str, Any],
-    progress: Callable[[PrepareProgress], None],
+    prepared: PreparedSet, folder: AnyPath, selection: dict[str, Any], progress: OnProgress
 ) -> Manifest:
     """Write the shards of the kept rows; return the manifest."""
     groups = list(enumerate(_groups(prepared)))
@@ -345,11 +344,10 @@ def _copy(
     counts = RowCounts()
     done = 0
     with closing(map_tasks(work, groups, hint=_HINT)) as results:
-        for result in results:
-            shard = result["shard"]
-            shards[result["number"]] = shard
-            for (language, kinds), number in result["rows"].items():
-                counts.add(shard.split, language, kinds, number)
+        for number, shard, rows in results:
+            shards[number] = shard
+            for (language, kinds), count in rows.items():
+                counts.add(shard.split, language, kinds, count)
             done += shard.num_rows
             progress(PrepareProgress("copy", done, prepared.num_rows))
     before = prepared.manifest
@@ -369,7 +367,9 @@ def _copy(
     )
 
 
-def _copy_task(item: tuple[int, list[Shard]], source: PreparedSet, folder: AnyPath) -> Result:
+def _copy_task(
+    item: tuple[int, list[Shard]], source: PreparedSet, folder: AnyPath
+) -> tuple[int, Shard, Counter[tuple[str | None, str]]]:
     """Ray task: copy the kept rows of adjacent shards to one shard, with their columns."""
     number, shards = item
     prepared = source.with_shards(tuple(shards))
@@ -382,7 +382,7 @@ def _copy_task(item: tuple[int, list[Shard]], source: PreparedSet, folder: AnyPa
                 rows[row.language, row.media_kinds] += 1
     for group in source.manifest.columns:
         _copy_columns(prepared, shards, group, folder, writer.entry())
-    return {"number": number, "shard": writer.entry(), "rows": rows}
+    return number, writer.entry(), rows
 
 
 def _copy_columns(

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mmray import errors
 from mmray.cluster import connect
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.errors import MmrayError, ResourceError
@@ -35,24 +34,26 @@ MAX_RETRIES = 50
 ATTEMPT_SUFFIX = ".attempt"
 RESUME_HINT = "Fix it and rerun the same command to resume; finished shards are kept."
 
-Result = dict[str, Any]
-Work = Callable[[Any], Result]
 T = TypeVar("T")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def map_tasks(
-    work: Work, items: Sequence[Any], runs_model: bool = False, hint: str = RESUME_HINT
+    work: Callable[[Item], Result],
+    items: Sequence[Item],
+    runs_model: bool = False,
+    hint: str = RESUME_HINT,
 ) -> Generator[Result, None, None]:
     """Run a function on many items in parallel, on Ray Data if Ray is initialized, otherwise in
     child processes.
 
     Args:
-        work: Picklable function, called with one item in a task; returns a dict without the key
-            `error`.
+        work: Picklable function, called with one item in a task.
 
     Yields:
-        The dict that `work` returned for each item: on Ray as soon as it is complete, in any order;
-        in child processes in the order of the items.
+        What `work` returned for each item: on Ray as soon as it is complete, in any order; in child
+        processes in the order of the items.
 
     Raises:
         MmrayError: A call failed; the type is that of its error if it is one of mmray.
@@ -63,14 +64,14 @@ def map_tasks(
     run: Any = _map_on_ray if connect.is_connected() else _map_in_processes
     with closing(run(partial(_run_item, work, hint), items, runs_model, hint)) as results:
         for result in results:
-            if "error" in result:
-                raise getattr(errors, result["error"])(result["message"])
+            if isinstance(result, MmrayError):
+                raise result
             yield result
 
 
 def _map_in_processes(
-    run_item: Callable[..., Result], items: Sequence[Any], runs_model: bool, hint: str
-) -> Generator[Result, None, None]:
+    run_item: Callable[..., Any], items: Sequence[Any], runs_model: bool, hint: str
+) -> Generator[Any, None, None]:
     def on_crash(crashes: int) -> None:
         if crashes > MAX_RETRIES:
             raise ResourceError(
@@ -78,14 +79,14 @@ def _map_in_processes(
             )
 
     processes = 1 if runs_model else min(len(items), cores())
-    pool: ChildPool[Any, Result] = ChildPool(run_item, processes, 2 * processes, on_crash)
+    pool: ChildPool[Any, Any] = ChildPool(run_item, processes, 2 * processes, on_crash)
     with closing(OrderedMap(pool, items)) as results:
         yield from results
 
 
 def _map_on_ray(
-    run_item: Work, items: Sequence[Any], runs_model: bool, hint: str
-) -> Generator[Result, None, None]:
+    run_item: Callable[..., Any], items: Sequence[Any], runs_model: bool, hint: str
+) -> Generator[Any, None, None]:
     """Items and results are pickled."""
     import ray.data
     import ray.exceptions
@@ -184,7 +185,7 @@ def run_with_crash_limit(
             file.unlink()
 
 
-def _run_batch(batch: dict[str, np.ndarray], run_item: Work) -> dict[str, np.ndarray]:
+def _run_batch(batch: dict[str, np.ndarray], run_item: Callable[..., Any]) -> dict[str, np.ndarray]:
     """Ray task."""
     return {"result": np.array([pickle.dumps(run_item(pickle.loads(batch["item"][0])))], object)}
 
@@ -192,20 +193,22 @@ def _run_batch(batch: dict[str, np.ndarray], run_item: Work) -> dict[str, np.nda
 class _BatchActor:
     """Ray actor."""
 
-    def __init__(self, run_item: Work) -> None:
+    def __init__(self, run_item: Callable[..., Any]) -> None:
         self._run_item = run_item
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return _run_batch(batch, self._run_item)
 
 
-def _run_item(work: Work, hint: str, item: Any, *_: Any) -> Result:
+def _run_item(
+    work: Callable[[Item], Result], hint: str, item: Item, *_: Any
+) -> Result | MmrayError:
     """Return the result or the error of `work(item)`: Ray would retry a task that raises."""
     try:
         return work(item)
     except MmrayError as error:
-        return {"error": type(error).__name__, "message": str(error)}
+        return type(error)(str(error))  # without its causes, which may not be picklable
     except Exception as error:  # noqa: BLE001 - the driver raises it
         cause = traceback.format_exception_only(error)[-1].strip()
         message = f"prepare failed: {cause}. {hint}\n{traceback.format_exc().rstrip()}"
-        return {"error": "MmrayError", "message": message}
+        return MmrayError(message)

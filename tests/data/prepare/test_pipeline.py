@@ -407,7 +407,7 @@ def test_retry_packs_only_chunks_with_unread_rows(tmp_path, in_process, monkeypa
     whole = run("whole")
     add(source, {"image": "0.png", "text": " "})
     # a file system without modification times, like an object store
-    for module in ("images.read", "prepare.pack"):
+    for module in ("prepare.pack", "prepare.row_builder"):
         monkeypatch.setattr(
             f"mmray.data.{module}.stat_signature", lambda storage, name: (name, None, None)
         )

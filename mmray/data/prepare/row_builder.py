@@ -1,0 +1,329 @@
+"""Read and check the media of rows, and convert them to stored rows."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from mmray.data.formats.source import RawRow
+from mmray.data.images.decode import (
+    BadImage,
+    decode,
+    exif_orientation,
+    header_size,
+    image_notices,
+    split_pages,
+    verify_image,
+)
+from mmray.data.images.read import (
+    os_error_as_bad_row,
+    read_image,
+    stat_signature,
+)
+from mmray.data.images.subprocess_decoder import SubprocessDecoder
+from mmray.data.images.transform import reencode
+from mmray.data.media.decode import MediaInfo, read_header, verify_media
+from mmray.data.media.encode import reencode_audio
+from mmray.data.prepare.job import PrepareJob
+from mmray.data.prepare.kept_columns import compute_columns
+from mmray.data.prepare.row_checks import check_aspect_ratio, check_spans, relative_boxes
+from mmray.data.rows import BadRow, ImageRef, SourceRow
+from mmray.data.store.stored_row import Media
+from mmray.data.text.tokenizer import clean_caption
+from mmray.storage.paths import RemotePath
+
+# images by URL or on an object store that are requested, and rows that wait for them
+PREFETCH_ROWS = 32
+PREFETCH_BYTES = 64 << 20  # size of these images, if they are more than MIN_PREFETCH_ROWS
+MIN_PREFETCH_ROWS = 8
+READ_THREADS = 16
+
+
+class RowBuilder:
+    """Reads and checks the media of rows, and converts them to stored rows.
+
+    `build(row)` takes a SourceRow, adds its media to it, and returns a digest by which duplicates
+    are found; it raises BadRow for a row to quarantine.
+
+    Args:
+        job: Source, output folder and settings.
+        subprocess_decoder: Decodes each image and clip first, in a child process; None: they are
+            decoded in this process only.
+        read: Returns the bytes of an image, audio or video; raises BadRow.
+
+    Attributes:
+        signatures: List of (name, size in bytes, modification time in ns) of the local files of
+            images, audio and video since the caller cleared it.
+    """
+
+    def __init__(
+        self,
+        job: PrepareJob,
+        subprocess_decoder: SubprocessDecoder | None,
+        read: Callable[[ImageRef], bytes],
+    ) -> None:
+        self.signatures: list[tuple[str, int | None, int | None]] = []
+        self._settings = job.settings
+        self._compute = job.compute
+        self._source = job.folder
+        self._subprocess_decoder = subprocess_decoder
+        self._read = read
+
+    def build(self, row: SourceRow) -> str:
+        """Complete a validated row of the source with its media, and return their digest.
+
+        Args:
+            row: The row, of which `media` is filled, `texts` are cleaned, `split` is set by
+                `prepare.split` and `prepare.holdout`, `boxes` become (left, top, right, bottom) in
+                fractions of the image, `spans` are cut to the file, and `columns` have the values
+                of `prepare.compute`.
+
+        Returns:
+            A SHA-256 in hex that is equal for rows with equal images, audio and video, and equal
+            spans; of a row without media that of the messages.
+
+        Raises:
+            BadRow: The row is to be quarantined.
+        """
+        settings = self._settings
+        row.texts = [clean_caption(text, settings.repair_text) for text in row.texts]
+        row.split = {"auto": row.split, "none": None}.get(settings.split, settings.split)
+        digests = []
+        size = (0, 0)
+        for image in row.images:
+            if image.data is None and image.file is not None and isinstance(self._source, Path):
+                self.signatures.append(stat_signature(self._source, image.path))
+        if settings.pages == "images" and row.messages and not row.boxes:
+            self._split_pages(row)
+        for image in row.images:
+            digest, size = self._add_media(row, image)
+            if row.messages:
+                check_aspect_ratio(image.name, size)
+            digests.append(digest)
+        image_digest = digests[0] if len(digests) == 1 else sha256("".join(digests).encode())
+        if not digests:
+            image_digest = sha256(orjson.dumps(row.messages))
+        if row.boxes:
+            orientation = 1
+            # The document states the size before the rotation, so its boxes are those before it.
+            if row.image_size == size[::-1] != size:
+                data = self._read(row.images[0])
+                orientation = exif_orientation(data, settings.max_pixels)
+            row.boxes = relative_boxes(row.boxes, row.image_size or size, size, orientation)
+        if row.split is None and settings.holdout > 0:
+            # By content hash, so that duplicates share a split and a row keeps its split when the
+            # set grows.
+            row.split = "test" if int(image_digest[:16], 16) / 2**64 < settings.holdout else "train"
+        if any(span and span[1] == math.inf for span in row.spans or ()):
+            detail = "a text has no end, and that of its medium is not known: use --check full"
+            raise BadRow("columns", "span", detail)
+        if row.spans:
+            # Rows of one recording with other spans are no duplicates.
+            image_digest = sha256(orjson.dumps([image_digest, row.spans]))
+        if self._compute is not None:
+            row.columns = compute_columns(self._compute, row)
+        return image_digest
+
+    def _split_pages(self, row: SourceRow) -> None:
+        """Replace each image of a conversation that is a TIFF with pages by its pages. Raises
+        BadRow.
+        """
+        max_pixels = self._settings.max_pixels
+        images: list[list[ImageRef]] = []
+        for image in row.images:
+            data = self._read(image)
+            pages: list[bytes] = []
+            if image.kind == "image":
+                try:
+                    if self._subprocess_decoder is not None:
+                        self._subprocess_decoder.check_pages(data, max_pixels)
+                    pages = split_pages(data, max_pixels)
+                    if pages:
+                        row.notices += image_notices(data, max_pixels, True)
+                except BadImage as bad:
+                    raise BadRow("decode", bad.reason, f"{image.name}: {bad.detail}") from None
+            of_image = [
+                replace(image, name=f"{image.name} page {number}", data=page)
+                for number, page in enumerate(pages, 1)
+            ]
+            images.append(of_image or [replace(image, data=data)])
+        counts = map(len, images)
+        messages = []
+        for message in row.messages or []:
+            content = []
+            for part in message["content"]:
+                content += [part] if part["type"] == "text" else [part] * next(counts)
+            messages.append(message | {"content": content})
+        row.messages = messages
+        row.images = list(chain.from_iterable(images))
+
+    def _add_media(self, row: SourceRow, image: ImageRef) -> tuple[str, tuple[int, int]]:
+        """Add an image, audio or video to a row; return its digest and size (width, height) as
+        read.
+
+        With `--index-only --check none` it is not read: it has no checksum, and only the same file
+        is its duplicate. Raises BadRow.
+        """
+        settings = self._settings
+        ref = self._reference(image)
+        if settings.index_only and settings.check == "none":
+            row.media.append(Media(image.kind, b"", ref))
+            return sha256(orjson.dumps(ref)), (0, 0)
+        data = self._read(image)
+        media = Media(image.kind, data, ref, sha256(data))
+        try:
+            if image.kind == "image":
+                size = self._check_image(media)
+                if settings.check != "none":
+                    row.notices += image_notices(data, settings.max_pixels)
+            else:
+                self._check_clip(media, row, image.name)
+                size = (media.width, media.height)
+        except BadImage as bad:
+            raise BadRow("decode", bad.reason, f"{image.name}: {bad.detail}") from None
+        digest = media.sha256
+        if media.data is not data:
+            media.sha256 = sha256(media.data)
+        media.data = b"" if ref else media.data
+        row.media.append(media)
+        return digest, size
+
+    def _reference(self, image: ImageRef) -> dict[str, Any] | None:
+        """Return the reference to store with `--index-only`, else None. Raises BadRow."""
+        if not self._settings.index_only:
+            return None
+        if image.file is None:
+            raise BadRow(
+                "read",
+                "no-reference",
+                f"the {image.kind} is inside the row: prepare without --index-only",
+            )
+        return {"file": image.file, "offset": image.offset, "length": image.length}
+
+    def _check_image(self, media: Media) -> tuple[int, int]:
+        """Check an image as completely as `check` requires, and reduce it to `image_side`; return
+        its size (width, height) before. Raises BadImage.
+        """
+        settings = self._settings
+        decoder = self._subprocess_decoder
+        data = media.data
+        size = (0, 0)
+        if settings.image_side:
+            if decoder is not None:
+                decoder.check(data, settings.max_pixels)
+            rgb = decode(data, settings.max_pixels)
+            size = (rgb.shape[1], rgb.shape[0])
+            media.data = reencode(rgb, data, settings.image_side)
+        elif settings.check == "full":
+            check = verify_image if decoder is None else decoder.check
+            size = check(data, settings.max_pixels)
+        elif settings.check == "header":
+            size = header_size(data, settings.max_pixels)
+        media.width, media.height = size if media.data is data else header_size(media.data)
+        return size
+
+    def _check_clip(self, media: Media, row: SourceRow, name: str) -> None:
+        """Check audio or video and the spans of the row, and store audio at `audio_rate`.
+
+        Raises BadImage, or BadRow for a span.
+        """
+        settings = self._settings
+        rate = settings.audio_rate if media.kind == "audio" else 0
+        if settings.check == "none" and not rate:
+            return
+        header_only = settings.check == "header" and not rate
+        if self._subprocess_decoder is not None:
+            info = self._subprocess_decoder.check_media(
+                media.data, media.kind, settings.max_pixels, header_only
+            )
+        else:
+            read = read_header if header_only else verify_media
+            info = read(media.data, media.kind, settings.max_pixels)
+        if info.duration_s:
+            check_spans(row, name, info)
+        row.notices += info.notices
+        if rate:
+            media.data = reencode_audio(media.data, info.end_s, rate)
+            # Its times stay: what is before the first sample becomes silence.
+            info = MediaInfo(0.0, info.end_s, rate, channels=1, stream_s=info.end_s)
+        media.duration = info.stream_s or None
+        media.rate = info.rate
+        media.channels = info.channels
+        media.width = info.width
+        media.height = info.height
+
+
+class ImageReader:
+    """Reads the images of a source; those of a store in threads, ahead of the row that is packed.
+
+    Up to PREFETCH_ROWS (32) images are requested ahead, fewer if the last one was large.
+    """
+
+    def __init__(self, job: PrepareJob) -> None:
+        self._job = job
+        is_read = not (job.settings.index_only and job.settings.check == "none")
+        is_remote = isinstance(job.folder, RemotePath)
+        self._pool = ThreadPoolExecutor(READ_THREADS, "read") if is_read and is_remote else None
+        self._requests: dict[ImageRef, Future[bytes]] = {}  # of the row that is packed
+        self._max_requests = MIN_PREFETCH_ROWS
+
+    def read_ahead(self, items: Iterable[RawRow]) -> Iterator[tuple[RawRow, SourceRow | BadRow]]:
+        """Validate rows, request their images, and yield them in order."""
+        pending: deque[tuple[RawRow, SourceRow | BadRow, dict[ImageRef, Future[bytes]]]] = deque()
+        num_requests = 0  # of the pending rows
+        for item in chain(items, [None]):
+            if item is not None:
+                row: SourceRow | BadRow
+                try:
+                    row = self._job.parse_row(item)
+                except BadRow as bad:
+                    row = bad
+                requests = self._request(row)
+                num_requests += len(requests)
+                pending.append((item, row, requests))
+            while pending and (
+                item is None or num_requests > self._max_requests or not pending[0][2]
+            ):
+                first, row, self._requests = pending.popleft()
+                num_requests -= len(self._requests)
+                yield first, row
+
+    def _request(self, row: SourceRow | BadRow) -> dict[ImageRef, Future[bytes]]:
+        requests: dict[ImageRef, Future[bytes]] = {}
+        if self._pool is not None and isinstance(row, SourceRow):
+            for image in row.images:
+                if image.data is None and image not in requests:
+                    requests[image] = self._pool.submit(_read_image, self._job, image)
+        return requests
+
+    def read(self, image: ImageRef) -> bytes:
+        """Return the bytes of an image. Raises BadRow."""
+        if image not in self._requests:
+            return _read_image(self._job, image)
+        data = self._requests[image].result()
+        num_images = PREFETCH_BYTES // (len(data) or 1)
+        self._max_requests = min(PREFETCH_ROWS, max(MIN_PREFETCH_ROWS, num_images))
+        return data
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+
+def _read_image(job: PrepareJob, image: ImageRef) -> bytes:
+    with os_error_as_bad_row(image.name):
+        return read_image(job.folder, image, job.settings.root)
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
