@@ -15,6 +15,7 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
+from mmray.data.formats.source import Source
 from mmray.data.prepare.duplicates import NO_ROW, SAME_CONTENT, SAME_KEY, DedupResult
 from mmray.data.prepare.records import PackedRows
 from mmray.data.rows import HELD_OUT_SPLITS
@@ -29,14 +30,10 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.shard_table import Shard
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import DataError
-from mmray.storage.paths import (
-    AnyPath,
-    open_output,
-    write_atomic,
-)
+from mmray.storage.paths import AnyPath, open_output, write_atomic
 
 OVERLAP = "overlap"  # the reason of rows that --drop-overlap quarantines; they do not count as bad
-REASONS = ("", "duplicate-key", "duplicate", "duplicate-text")
+REASONS = (OVERLAP, "duplicate-key", "duplicate", "duplicate-text")
 # Reasons of rows of which a column is missing under its name.
 _COLUMN_REASONS = {"no-image", "no-text"}
 # more hardly change a vocabulary of some thousand tokens, and all are in memory
@@ -72,6 +69,11 @@ class PrepareResult:
     column_types: dict[str, set[str | None]] = field(default_factory=dict)
     notices: dict[str, Notice] = field(default_factory=dict)
 
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the set."""
+        return sum(shard.num_kept for shard in self.shards)
+
 
 def quarantine_rows(packed: PackedRows, dedup: DedupResult, file_name: str) -> PrepareResult:
     """Write the rows that are left out of the set (bad, duplicate or contaminated) to a file, in
@@ -94,8 +96,8 @@ def quarantine_rows(packed: PackedRows, dedup: DedupResult, file_name: str) -> P
     with open_output(packed.out / file_name) as file:
         for batch in entries.sort_by("row").to_batches(max_chunksize=4096):
             for row in batch.to_pylist():
-                entry = {"stage": row["stage"], "reason": row["reason"], "detail": row["detail"]}
-                entry = {"key": row["key"], "source": row["location"]} | entry
+                entry = {"key": row["key"], "source": row["location"]}
+                entry |= {name: row[name] for name in ("stage", "reason", "detail")}
                 if row["image"]:
                     entry["image"] = orjson.loads(row["image"])
                 file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
@@ -130,32 +132,27 @@ def _with_reasons(packed: PackedRows, dedup: DedupResult, dropped: pa.Table) -> 
     keys = originals["key"]
     shards = np.asarray(originals["shard"])
     index = np.searchsorted(original_rows, dedup.originals)
-    stages = []
-    reasons = []
     details = []
     own_shards = np.asarray(dropped["shard"])
     for row, number, reason, shard in zip(
         dedup.rows.tolist(), index.tolist(), dedup.reasons.tolist(), own_shards, strict=True
     ):
-        if not reason:
-            stages.append("leakage")
-            reasons.append(OVERLAP)
-            details.append(dedup.contaminated[row])
-            continue
-        detail = "another row has this id"
-        if reason != SAME_KEY:
+        if row in dedup.contaminated:
+            detail = dedup.contaminated[row]
+        elif reason == SAME_KEY:
+            detail = "another row has this id"
+        else:
             what = "duplicate of" if reason == SAME_CONTENT else "same captions as"
             detail = f"{what} row {keys[number]}"
             original_split = packed.shards[shards[number]].split
             if packed.shards[shard].split != original_split:
                 detail += f" (in split {original_split})"
-        stages.append("duplicates")
-        reasons.append(REASONS[reason])
         details.append(detail)
-    for name, values in (("stage", stages), ("reason", reasons), ("detail", details)):
-        position = dropped.column_names.index(name)
-        dropped = dropped.set_column(position, name, pa.array(values, pa.string()))
-    return dropped
+    columns = dict(zip(dropped.column_names, dropped.columns, strict=True))
+    columns["stage"] = np.where(dedup.reasons == 0, "leakage", "duplicates")
+    columns["reason"] = np.array(REASONS)[dedup.reasons]
+    columns["detail"] = details
+    return pa.table(columns, dropped.schema)
 
 
 def max_bad_rows(max_bad_fraction: float, total: int) -> int:
@@ -170,30 +167,23 @@ def max_bad_rows(max_bad_fraction: float, total: int) -> int:
 
 
 def rejection_error(
-    source: str,
-    out: AnyPath,
-    num_read: int,
-    total: int,
-    result: PrepareResult,
-    max_bad_fraction: float,
-    row_needs: str,
+    source: Source, out: AnyPath, total: int, result: PrepareResult, max_bad_fraction: float
 ) -> DataError:
     """Return (not raise) the error for a source with too many bad rows, or without a good row.
 
     Args:
-        source: Path of the source, for the message.
-        num_read: Number of rows that were read, including bad ones.
-        total: Number of rows of the source; larger than `num_read` if prepare stopped early.
+        total: Number of rows of the source; more than those of `result` if prepare stopped early.
         result: The PrepareResult, of which `reasons`, `examples` and `quarantine` are read.
         max_bad_fraction: Limit of bad rows as a fraction of `total`, 0 to 1.
-        row_needs: What a row of the format needs (Source.row_needs), for the message.
     """
+    path = source.folder / source.name
     reasons = result.reasons
+    num_read = result.num_rows + reasons.total()
     quarantine = f"{out / result.quarantine}"
     bad = reasons.total() - reasons[OVERLAP]
     if reasons[OVERLAP] and reasons.total() == num_read:
         return DataError(
-            f"{source}: no row of {num_read:,} is left; {reasons[OVERLAP]:,} are also in other "
+            f"{path}: no row of {num_read:,} is left; {reasons[OVERLAP]:,} are also in other "
             f"sets or splits (prepare.drop_overlap). {quarantine} lists them; compare with other "
             "sets"
         )
@@ -202,7 +192,7 @@ def rejection_error(
     kinds = reasons.keys() - {OVERLAP}
     advice = "Correct the source: the lines above name what was found, and how to fix it."
     if kinds & _COLUMN_REASONS:
-        advice = f"Each row needs {row_needs}."
+        advice = f"Each row needs {source.row_needs}."
     if bad < num_read:
         limit = f"the limit is {100 * max_bad_fraction:.3g} %{early} (prepare.max_bad_fraction)"
         keep = ""
@@ -213,7 +203,7 @@ def rejection_error(
         accept = f"accept them with --max-bad-fraction {-(-1000 * bad // total) / 1000:g}"
         advice = f"Correct them{keep}, or {accept}. Then rerun the same command to resume."
     lines = [
-        f"{source}: {bad:,} of {num_read:,} rows are bad ({100 * bad / num_read:.3g} %), {limit}",
+        f"{path}: {bad:,} of {num_read:,} rows are bad ({100 * bad / num_read:.3g} %), {limit}",
         *(
             f"  {count:,} {reason}, for example {result.examples[reason]}"
             for reason, count in reasons.most_common(5)
@@ -235,13 +225,12 @@ def write_tokenizer(out: AnyPath, manifest: Manifest, vocab_size: int) -> bool:
         Whether a tokenizer was written; False also if all splits are held out (`test`, `val`,
         `valid`, `validation`, `dev`, `eval`).
     """
-    training_shards = [shard for shard in manifest.shards if shard.split not in HELD_OUT_SPLITS]
-    if vocab_size and training_shards:
-        captions = sample_captions(
-            PreparedSet(out, replace(manifest, shards=tuple(training_shards)))
-        )
-        write_atomic(out / TOKENIZER, train_tokenizer(captions, vocab_size))
-    return bool(vocab_size and training_shards)
+    shards = [shard for shard in manifest.shards if shard.split not in HELD_OUT_SPLITS]
+    if not vocab_size or not shards:
+        return False
+    captions = sample_captions(PreparedSet(out, replace(manifest, shards=tuple(shards))))
+    write_atomic(out / TOKENIZER, train_tokenizer(captions, vocab_size))
+    return True
 
 
 def sample_captions(prepared: PreparedSet) -> Iterator[str]:

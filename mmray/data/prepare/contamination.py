@@ -56,7 +56,6 @@ _STORED_HASH_DTYPE = np.dtype(_STORED_HASH)
 # `image` is the number in the row.
 IMAGE_HASH_DTYPE = np.dtype([*_STORED_HASH, ("row", "<i8"), ("image", "<i4")])
 QUERIES_PER_COMPARISON = 64  # of a thousand similar frames of a video, a million pairs match
-_COLUMNS = {HASHES: {HASHES: "hashes"}}
 _NumberedShards = tuple[tuple[Shard, int], ...]  # with the number of the first row of each
 
 
@@ -161,8 +160,8 @@ def check_contamination(
     update_index(out, HASHES, {shard.key for prepared in sets for shard in prepared.shards})
     compute = partial(_hash_rows, out=out, max_pixels=settings.max_pixels)
     for prepared in sets:
-        map_shards(prepared, _COLUMNS[HASHES], compute, on_rows, out)
-    contaminated = _find_contaminated_rows(out, sets)
+        values = map_shards(prepared, {HASHES: "hashes"}, compute, on_rows, out)
+    contaminated = _find_contaminated_rows(values, sets)
     _write_leaks(out, sets, contaminated)
     by_set = Counter(names[each.other] for each in contaminated)
     exact = sum(each.hamming_distance == EXACT for each in contaminated)
@@ -176,14 +175,16 @@ def check_contamination(
     }
 
 
-def _find_contaminated_rows(out: AnyPath, sets: Sequence[PreparedSet]) -> list[ContaminatedRow]:
+def _find_contaminated_rows(
+    values: RowValues, sets: Sequence[PreparedSet]
+) -> list[ContaminatedRow]:
     """Return the rows of the first set with an image that is in another set or in another split.
 
     A row is reported once, for the first set that has one of its images. Tasks search for the rows
     of a shard each, so only rows that are found come back.
 
     Args:
-        out: Folder with the hashes of the images of these sets.
+        values: The hashes of the images of these sets.
         sets: The set that is being prepared, and the others.
     """
     numbered = [_with_first_rows(prepared) for prepared in sets]
@@ -196,12 +197,7 @@ def _find_contaminated_rows(out: AnyPath, sets: Sequence[PreparedSet]) -> list[C
     for place, name in enumerate(names):
         earlier = tuple(each for each in numbered[0] if _split(each[0]) in names[:place])
         references[name] = [*enumerate(numbered[1:], 1), (0, earlier)]
-    work = partial(
-        _search_task,
-        values=RowValues(out, _COLUMNS),
-        references=references,
-        max_distance=PHASH_DISTANCE,
-    )
+    work = partial(_search_task, values=values, references=references, max_distance=PHASH_DISTANCE)
     size = max(1, -(-len(numbered[0]) // MAX_FILES))
     items = [numbered[0][start : start + size] for start in range(0, len(numbered[0]), size)]
     with closing(map_tasks(work, items)) as results:

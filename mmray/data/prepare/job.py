@@ -10,13 +10,9 @@ from typing import TYPE_CHECKING
 from mmray.data.formats.detect import SourceSpec, open_source
 from mmray.data.formats.grouped import GroupedSource
 from mmray.data.formats.source import RawRow, Source
-from mmray.data.images.read import (
-    locate_file,
-)
+from mmray.data.images.read import locate_file
 from mmray.data.prepare.kept_columns import Compute
-from mmray.data.prepare.records import (
-    map_rows,
-)
+from mmray.data.prepare.records import map_rows
 from mmray.data.rows import BadRow, SourceRow, parse_row
 from mmray.plugins import load_class, source_digest
 from mmray.storage.paths import AnyPath, to_path

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
@@ -19,9 +19,7 @@ import orjson
 import pyarrow as pa
 
 from mmray.data.formats.source import SourceChunk
-from mmray.data.images.read import (
-    stat_signature,
-)
+from mmray.data.images.read import stat_signature
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare.job import PrepareJob
 from mmray.data.prepare.kept_columns import KeptColumns
@@ -30,7 +28,6 @@ from mmray.data.prepare.records import (
     Labels,
     Record,
     open_records,
-    read_summaries,
     record_path,
     write_records,
 )
@@ -42,7 +39,7 @@ from mmray.data.store.row_columns import KEPT, caption_flag
 from mmray.data.store.row_values import COLUMNS_DIR
 from mmray.data.store.shard_writer import ShardWriter, open_shard
 from mmray.errors import ResourceError
-from mmray.storage.paths import file_size, retry_if_remote
+from mmray.storage.paths import retry_if_remote
 
 RETRYABLE_STAGES = ("read", "decode")  # stages whose rows --retry-quarantined packs again
 
@@ -77,8 +74,6 @@ def pack_chunk(
 ) -> Record:
     """Pack one chunk: write its rows to shards, and then its record, which marks it as done.
 
-    Does nothing if a current record exists, because an interrupted task has packed the chunk.
-
     Args:
         subprocess_decoder: Decodes each image and clip first, in a child process, to name the one
             that crashes the decoder; None: they are decoded in this process only.
@@ -89,9 +84,6 @@ def pack_chunk(
         OSError: The source cannot be read, or the set cannot be written.
     """
     file = record_path(chunk.index)
-    for record in read_summaries(job.out, file):
-        if is_current(record, job, chunk, lambda name: file_size(job.out / name)):
-            return record
     source = job.open()
     with closing(ImageReader(job)) as reader, ExitStack() as shard_files:
         builder = RowBuilder(job, subprocess_decoder, reader.read)
@@ -118,7 +110,7 @@ def _first_image(row: SourceRow | BadRow) -> str | None:
 
 
 def is_current(
-    record: Record, job: PrepareJob, chunk: SourceChunk, size_of: Callable[[str], int | None]
+    record: Record, job: PrepareJob, chunk: SourceChunk, sizes: Mapping[str, int]
 ) -> bool:
     """Return whether packing a chunk again would give the same result, if its media did not change.
 
@@ -128,19 +120,18 @@ def is_current(
 
     Args:
         chunk: The chunk as it was scanned now.
-        size_of: Returns the size of a file of the set in bytes; None: it does not exist.
+        sizes: Size in bytes of the files of the set.
     """
     retried_stages = RETRYABLE_STAGES if job.retry else ()
+    columns = f"{COLUMNS_DIR}/{KEPT}/{record.columns_file}"
     return (
         record.job == job.digest()
         and record.class_names == list(job.class_names)
         and record.chunk == chunk
         and "unreadable" not in record.reasons
         and not set(retried_stages) & set(record.stages)
-        and all(size_of(shard.file) == shard.num_bytes for shard in record.shards)
-        and not (
-            record.columns_file and size_of(f"{COLUMNS_DIR}/{KEPT}/{record.columns_file}") is None
-        )
+        and all(sizes.get(shard.file) == shard.num_bytes for shard in record.shards)
+        and (record.columns_file is None or columns in sizes)
     )
 
 

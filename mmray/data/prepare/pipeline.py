@@ -29,19 +29,8 @@ from mmray.data.prepare.contamination import is_enabled
 from mmray.data.prepare.job import PrepareJob
 from mmray.data.prepare.kept_columns import merge_types
 from mmray.data.prepare.pack import changed_chunks, is_current, pack_task
-from mmray.data.prepare.records import (
-    Labels,
-    PackedRows,
-    Record,
-    fold,
-    plan_folds,
-    read_records,
-)
-from mmray.data.prepare.tasks import (
-    ATTEMPT_SUFFIX,
-    RESUME_HINT,
-    map_tasks,
-)
+from mmray.data.prepare.records import Labels, PackedRows, Record, fold, plan_folds, read_records
+from mmray.data.prepare.tasks import ATTEMPT_SUFFIX, RESUME_HINT, map_tasks
 from mmray.data.store.manifest import (
     CHUNK_RECORDS,
     MANIFEST,
@@ -283,7 +272,6 @@ def create_folders(out: AnyPath) -> None:
 def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, log: Log) -> Manifest:
     out = job.out
     settings = job.settings
-    source_path = str(job.folder / job.source.name)
     outdated = (TEMP_SUFFIX, ATTEMPT_SUFFIX, REJECTED_QUARANTINE)
     _remove_files(out, lambda name: name.endswith(outdated), ("", SHARDS, CHUNK_RECORDS))
     before = existing = read_manifest(out)
@@ -293,9 +281,7 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
         [earlier[index].chunk for index in sorted(earlier)],
         lambda rows: progress(PrepareProgress("scan", rows, 0)),
     )
-    is_counted = all(chunk.num_rows is not None for chunk in chunks)
-    # None: only known after reading
-    total = sum(chunk.num_rows or 0 for chunk in chunks) if is_counted else None
+    total = preview.count_rows(chunks)
     labels = preview.find_class_names(job, source, chunks, first_rows, earlier)
     base = hashlib.sha256((out / MANIFEST).read_bytes()).hexdigest() if existing else ""
     job = replace(job, class_names=source.class_names, base=base)
@@ -310,8 +296,8 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     total = packed.num_rows if total is None else total
     if not total:
         raise DataError(
-            f"{source_path} has no rows (it was read as {source.title}; --format sets "
-            "another format)"
+            f"{source.folder / source.name} has no rows (it was read as {source.title}; --format "
+            "sets another format)"
         )
     progress(PrepareProgress("deduplicate", total, total))
     with closing(duplicates.Digests(packed, settings.duplicates)) as digests:
@@ -326,24 +312,14 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
         quarantine = REJECTED_QUARANTINE if is_rejected and existing else QUARANTINE
         result = assemble.quarantine_rows(packed, dedup, quarantine)
         captions = duplicates.caption_fields(digests, dedup.rows, result.shards)
-    num_rows = sum(shard.num_kept for shard in result.shards)
-    num_bad = result.reasons.total()
     if is_rejected:
-        raise assemble.rejection_error(
-            source_path,
-            out,
-            num_rows + num_bad,
-            total,
-            result,
-            settings.max_bad_fraction,
-            source.row_needs,
-        )
+        raise assemble.rejection_error(source, out, total, result, settings.max_bad_fraction)
     manifest = replace(
         _build_manifest(job, source, _source_fields(job, chunks, packed), result, existing),
         **captions,
         leakage=leakage,
     )
-    progress(PrepareProgress("tokenize", num_rows + num_bad, total, num_bad))
+    progress(PrepareProgress("tokenize", manifest.num_read, total, manifest.num_quarantined))
     # A set that only grew keeps its tokenizer, because models were trained with it.
     old = before.settings if before and before.tokenizer else {}
     values = manifest.settings
@@ -362,12 +338,12 @@ def _is_unchanged(
     before: Manifest, job: PrepareJob, chunks: list[SourceChunk], packed: PackedRows
 ) -> bool:
     """Return whether a set has the rows and the settings that it would get now."""
-    files = [QUARANTINE, *filter(None, [before.tokenizer])]
     return (
         before.source == _source_fields(job, chunks, packed)
         and before.settings == job.settings.model_dump(mode="json")
         and not is_enabled(job.settings)  # other sets may have changed
-        and all((packed.out / file).is_file() for file in files)
+        and (packed.out / QUARANTINE).is_file()
+        and (before.tokenizer is None or (packed.out / before.tokenizer).is_file())
     )
 
 
@@ -502,8 +478,7 @@ def _pack(
                 job.settings.max_bad_fraction, total
             ):
                 break
-    records = [done[index] for index in sorted(done)]
-    return PackedRows(job.out, records)
+    return PackedRows(job.out, [done[index] for index in sorted(done)])
 
 
 def _current_records(
@@ -519,7 +494,7 @@ def _current_records(
     done = {
         chunk.index: record
         for chunk in chunks
-        if (record := earlier.get(chunk.index)) and is_current(record, job, chunk, sizes.get)
+        if (record := earlier.get(chunk.index)) and is_current(record, job, chunk, sizes)
     }
     packed = PackedRows(out, list(done.values()))
     with_files: dict[str, list[Record]] = {}

@@ -36,7 +36,6 @@ from mmray.data.rows import (
     label_number,
 )
 from mmray.errors import DataError
-from mmray.storage.paths import to_path
 
 NUM_FIRST_ROWS = 100
 MAX_CLASSES = 100_000
@@ -102,6 +101,13 @@ def understand(
     first_rows = _read_first_rows(source, chunks)
     _check_columns(job, source, first_rows)
     return source, chunks, first_rows
+
+
+def count_rows(chunks: Sequence[SourceChunk]) -> int | None:
+    """Return the number of rows; None if it is only known after they are read."""
+    if any(chunk.num_rows is None for chunk in chunks):
+        return None
+    return sum(chunk.num_rows or 0 for chunk in chunks)
 
 
 def _read_first_rows(source: Source, chunks: Sequence[SourceChunk]) -> list[RawRow]:
@@ -185,8 +191,9 @@ def find_class_names(
     """
     first = [row.values.get("label") for row in first_rows if isinstance(row.values, dict)]
     texts = [label for label in first if isinstance(label, str)]
-    is_slow = any(chunk.num_rows is None for chunk in chunks)
-    is_numbered = is_slow and all(label_number(label) is not None for label in texts)
+    is_numbered = count_rows(chunks) is None and all(
+        label_number(label) is not None for label in texts
+    )
     if source.class_names or not texts or is_numbered:
         return {}
     labels = {
@@ -246,11 +253,9 @@ def describe_source(
         other headings, each at most once, are `splits`, `ignored` (files), `columns`, `classes`,
         `kept` (columns of `prepare.keep`), `example` (values of a row) and `download`.
     """
-    total = sum(chunk.num_rows or 0 for chunk in chunks)
-    is_counted = all(chunk.num_rows is not None for chunk in chunks)
-    size = f"{total:,} rows" if is_counted else f"{len(chunks):,} files"
-    path = to_path(job.source.address) / job.source.name
-    yield f"{path}: {size} of {source.describe()}", "source"
+    total = count_rows(chunks)
+    size = f"{len(chunks):,} files" if total is None else f"{total:,} rows"
+    yield f"{source.folder / source.name}: {size} of {source.describe()}", "source"
     if layout := _format_layout_splits(source, chunks):
         yield f"{layout} {_SPLIT_HINTS.get(job.settings.split, _OTHER_SPLIT_HINT)}", "splits"
     if source.ignored:

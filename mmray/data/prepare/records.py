@@ -336,26 +336,21 @@ class PackedRows:
 
     def row_numbers(self, shards: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return the numbers of rows by their shards and positions in them, int64."""
-        from pyarrow import compute as pc  # 0.1 s, which tasks of `pack` need not spend
 
-        rows = []
-        for shard, position in zip(shards.tolist(), positions.tolist(), strict=True):
-            number = int(np.searchsorted(self.first_shards, shard, side="right")) - 1
+        rows = np.zeros(len(shards), np.int64)
+        records = np.searchsorted(self.first_shards, shards, side="right") - 1
+        for number in np.unique(records).tolist():
             record = self.records[number]
-            with open_records(self.out, record.file, ["shard", "position"]) as reader:
-                batch = reader.get_batch(record.batch)
-            is_row = pc.and_(
-                pc.equal(batch["shard"], shard - int(self.first_shards[number])),
-                pc.equal(batch["position"], position),
-            )
-            rows.append(int(self.starts[number]) + is_row.index(True).as_py())
-        return np.array(rows, np.int64)
+            with open_records(self.out, record.file, ["shard"]) as reader:
+                shard_of = reader.get_batch(record.batch)["shard"].fill_null(-1).to_numpy()
+            for index in np.flatnonzero(records == number).tolist():
+                in_shard = np.flatnonzero(shard_of == shards[index] - self.first_shards[number])
+                rows[index] = self.starts[number] + in_shard[positions[index]]
+        return rows
 
 
 _SELECTED_COLUMNS = [name for name in SCHEMA.names if "digest" not in name and name != "files"]
 _SELECTED = pa.schema([("row", pa.int64()), *map(SCHEMA.field, _SELECTED_COLUMNS)])
-
-
 # A file, and of each record in it the batch, the first row and shard, and the indices of rows.
 _Selection = tuple[str, list[tuple[int, int, int, np.ndarray | None]]]
 

@@ -24,11 +24,7 @@ from mmray.data.images.decode import (
     split_pages,
     verify_image,
 )
-from mmray.data.images.read import (
-    os_error_as_bad_row,
-    read_image,
-    stat_signature,
-)
+from mmray.data.images.read import os_error_as_bad_row, read_image, stat_signature
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.images.transform import reencode
 from mmray.data.media.decode import MediaInfo, read_header, verify_media
