@@ -304,9 +304,7 @@ class ImageIndex:
 
         self.images = images
         self._max_distance = max_distance
-        digests = _digests(images)
-        self._by_digest = np.argsort(digests, kind="stable")
-        self._sorted_digests = digests[self._by_digest]
+        self._digests, self._first = np.unique(_digests(images), return_index=True)
         hashed = np.flatnonzero(images["has_phash"])
         phashes = _phash_bytes(images[hashed])
         packed = np.concatenate([phashes, images["colors"][hashed]], axis=1)
@@ -331,10 +329,10 @@ class ImageIndex:
         if not len(self.images):
             return index, distances
         digests = _digests(queries)
-        position = np.searchsorted(self._sorted_digests, digests)
-        position = np.minimum(position, len(self.images) - 1)
-        exact = self._sorted_digests[position] == digests
-        index[exact] = self._by_digest[position[exact]]
+        position = np.searchsorted(self._digests, digests)
+        position = np.minimum(position, len(self._digests) - 1)
+        exact = self._digests[position] == digests
+        index[exact] = self._first[position[exact]]
         near = np.flatnonzero(~exact & queries["has_phash"])
         for start in range(0, len(near), QUERIES_PER_COMPARISON):
             chosen = near[start : start + QUERIES_PER_COMPARISON]
