@@ -12,12 +12,14 @@ from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
+import numpy as np
 import pyarrow as pa
 
 from mmray.builtin import COLUMNS
 from mmray.data.formats.listing import BAD_ROW, ListingSource, Rows, format_line
 from mmray.data.formats.source import RawRow, Source, SourceChunk
 from mmray.data.formats.text_lines import LineReader
+from mmray.data.partitions import read_part, write_parts
 from mmray.data.rows import (
     FOLDER,
     IMAGE_COLUMNS,
@@ -27,13 +29,7 @@ from mmray.data.rows import (
     BadRow,
 )
 from mmray.errors import DataError
-from mmray.storage.paths import (
-    TEMP_SUFFIX,
-    AnyPath,
-    open_input,
-    open_output,
-    open_sequential,
-)
+from mmray.storage.paths import TEMP_SUFFIX, AnyPath, open_output, open_sequential
 from mmray.storage.requests import parallel_map
 
 # Columns of an image; captions are joined, and ids are of rows.
@@ -41,7 +37,7 @@ _SHARED = [name for name in COLUMNS if name not in ("id", "key", "text", "texts"
 ROWS_PER_CHUNK = 1 << 16
 MAX_GROUPED_ROWS = 1 << 20  # rows that are grouped at a time
 _NUMBER_BYTES = 20  # of the number of a group at the start of its line, to merge the parts
-_SCHEMA = pa.schema([("row", pa.binary())])
+_SCHEMA = pa.schema([("row", pa.large_binary())])
 # Calls a picklable function with each item; in tasks if they have many rows.
 Run = Callable[[Callable[[Any], dict[str, Any]], Sequence[Any], int], Iterator[dict[str, Any]]]
 
@@ -84,6 +80,11 @@ class GroupedSource(ListingSource):
     def list_lines(self) -> Iterator[bytes]:
         source = self._source
         chunks = list(source.scan(ROWS_PER_CHUNK, ()))
+        self.box_names = source.box_names
+        self.class_names = source.class_names
+        self.ignored = source.ignored
+        if not chunks:
+            return
         num_rows = sum(chunk.num_rows or 0 for chunk in chunks)
         num_parts = 1 + num_rows // MAX_GROUPED_ROWS
         folder = self.prepared_folder
@@ -94,9 +95,6 @@ class GroupedSource(ListingSource):
         for result in self._run(group, range(num_parts), num_rows):
             outputs.append(result["file"])
             self.split_rows.update(result["splits"])
-        self.box_names = source.box_names
-        self.class_names = source.class_names
-        self.ignored = source.ignored
         with ExitStack() as exit_stack:
             files = [exit_stack.enter_context(open_sequential(folder / name)) for name in outputs]
             for line in heapq.merge(*map(LineReader, files)):
@@ -114,21 +112,18 @@ class GroupedSource(ListingSource):
 
 def _divide_rows(chunk: SourceChunk, source: Source, num_parts: int) -> dict[str, Any]:
     """Task: write the rows of a chunk, divided by the hashes of their groups, to a file."""
-    parts: list[list[bytes]] = [[] for _ in range(num_parts)]
+    lines = []
+    part_of = []
     for number, row in enumerate(source.read(chunk)):
         key, values = _group(row)
         digest = hashlib.blake2b(json.dumps(key).encode(), digest_size=8).digest()
         texts = _as_list(values.pop("texts", values.pop("text", [])))
         order = (chunk.index << 32) + number
-        line = json.dumps([order, key, row.location, values, texts]).encode()
-        parts[int.from_bytes(digest, "big") % num_parts].append(line)
+        lines.append(json.dumps([order, key, row.location, values, texts]).encode())
+        part_of.append(int.from_bytes(digest, "big") % num_parts)
     file = f"rows-{chunk.index:08d}{TEMP_SUFFIX}"
-    with (
-        open_output(source.prepared_folder / file) as stream,
-        pa.ipc.new_file(stream, _SCHEMA) as writer,
-    ):
-        for lines in parts:
-            writer.write_batch(pa.RecordBatch.from_pydict({"row": lines}, _SCHEMA))
+    table = pa.table({"row": lines}, _SCHEMA)
+    write_parts(source.prepared_folder / file, table, np.array(part_of, np.int64), num_parts)
     return {"file": file}
 
 
@@ -136,16 +131,14 @@ def _group_part(part: int, folder: AnyPath, files: Sequence[str]) -> dict[str, A
     """Task: write the groups of a part to a file, each line after the number of its first row."""
     groups: dict[str, tuple[int, str, dict[str, Any]]] = {}  # with order and location
     captions: dict[str, dict[str, Any]] = {}  # captions by group and notation
-    for name in files:
-        with open_input(folder / name) as stream, pa.ipc.open_file(stream) as reader:
-            rows = reader.get_batch(part).column(0).to_pylist()
-        for order, key, location, values, texts in map(json.loads, rows):
-            name = json.dumps(key)
-            _, _, first = groups.setdefault(name, (order, location, values))
-            if first is not values:
-                notices = [*values.get(NOTICES, ()), *_describe_differences(first, values)]
-                first[NOTICES] = [*dict.fromkeys([*first.get(NOTICES, ()), *notices])]
-            captions.setdefault(name, {}).update({repr(text): text for text in texts})
+    for row in read_part([folder / name for name in files], part)["row"]:
+        order, key, location, values, texts = json.loads(row.as_py())
+        name = json.dumps(key)
+        _, _, first = groups.setdefault(name, (order, location, values))
+        if first is not values:
+            notices = [*values.get(NOTICES, ()), *_describe_differences(first, values)]
+            first[NOTICES] = [*dict.fromkeys([*first.get(NOTICES, ()), *notices])]
+        captions.setdefault(name, {}).update({repr(text): text for text in texts})
     splits: Counter[str] = Counter()
     file = f"groups-{part}{TEMP_SUFFIX}"
     with open_output(folder / file) as stream:

@@ -31,7 +31,6 @@ from mmray.data.formats.source import (
     file_signature,
     known_columns,
 )
-from mmray.data.formats.splits import splits_of_files
 from mmray.data.formats.values import class_name
 from mmray.data.rows import MESSAGE_COLUMNS, BadRow, is_safe_path, source_columns
 from mmray.errors import DataError
@@ -76,19 +75,6 @@ class ParquetSource(Source):
             return True
         image_folders = {PurePosixPath(name).parent for name in filter(is_image, names)}
         return not {f"{folder}.parquet" for folder in image_folders} <= set(names)
-
-    def names(self) -> list[str]:
-        """Return the paths of the Parquet files, relative to the folder of the source, sorted."""
-        return self.files_with_suffix(".parquet")
-
-    def splits(self, names: list[str]) -> dict[str, str | None]:
-        """Return the split of each file by the names of files and folders.
-
-        Returns:
-            Split by path, such as {"val/0.parquet": "val"}; None for files without a split, and
-            for a source that is a single file.
-        """
-        return splits_of_files(names) if not self.name else dict.fromkeys(names)
 
     def cumulative_rows(self, name: str) -> tuple[list[int], pa.Schema]:
         """Read the row counts and the schema of a file from its metadata.

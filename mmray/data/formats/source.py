@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 from mmray.builtin import ANSWER_COLUMNS, CHAT_COLUMNS, COLUMNS, KEEP_ALL
+from mmray.data.formats.splits import splits_of_files
 from mmray.data.formats.values import is_missing, normalize_values
 from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.rows import (
@@ -267,6 +268,19 @@ class Source(ABC):
                 f"{self.folder}: the name {invalid[0]!r} is not plain UTF-8: rename the file"
             )
         return names
+
+    def names(self) -> list[str]:
+        """Return the sorted paths of the files of the source, relative to its folder."""
+        return self.files_with_suffix(self.suffixes)
+
+    def splits(self, names: list[str]) -> dict[str, str | None]:
+        """Return the split of each file by the names of files and folders.
+
+        Returns:
+            Split by path, such as {"val/0.parquet": "val"}; None for files without a split, and
+            for a source that is a single file.
+        """
+        return dict.fromkeys(names) if self.name else splits_of_files(names)
 
     @abstractmethod
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:

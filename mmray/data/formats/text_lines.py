@@ -22,7 +22,7 @@ from mmray.data.formats.source import (
     changed_error,
     read_head,
 )
-from mmray.data.formats.splits import splits_of_files, splits_of_paths
+from mmray.data.formats.splits import splits_of_paths
 from mmray.data.images.formats import detect_format
 from mmray.data.rows import FOLDER, BadRow
 from mmray.errors import DataError
@@ -136,10 +136,6 @@ class JsonlSource(Source):
         files = [name for name in names if name.lower().endswith(cls.suffixes)]
         return len(files) > 1 and None not in splits_of_paths(files).values()
 
-    def names(self) -> list[str]:
-        """Return the paths of the files of the source, relative to its folder, sorted."""
-        return self.files_with_suffix(self.suffixes)
-
     def describe(self) -> str:
         return f"{self.title}{' in UTF-16' if any(map(self.is_utf16, self.names())) else ''}"
 
@@ -147,7 +143,7 @@ class JsonlSource(Source):
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
         names = self.names()
-        splits = {} if self.name else splits_of_files(names)
+        splits = self.splits(names)
         index = 0
         rows = 0
         for name in names:
@@ -157,7 +153,7 @@ class JsonlSource(Source):
             sizes = partial(self.chunk_rows, rows_per_chunk)
             rows_before = rows + sum(chunk.num_rows or 0 for chunk in same)
             for chunk in chain(same, self._scan_file(name, sizes, rows_before, ends, same)):
-                yield replace(chunk, index=index, split=splits.get(name))
+                yield replace(chunk, index=index, split=splits[name])
                 index += 1
                 rows += chunk.num_rows or 0
 

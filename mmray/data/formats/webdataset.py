@@ -30,7 +30,7 @@ from mmray.data.formats.source import (
     is_hidden,
     read_head,
 )
-from mmray.data.formats.splits import split_of_file, splits_of_files
+from mmray.data.formats.splits import split_of_file
 from mmray.data.formats.text_lines import decode_text, parse_json
 from mmray.data.formats.values import class_name
 from mmray.data.images.formats import IMAGE_SUFFIXES
@@ -101,9 +101,9 @@ class WebDatasetSource(Source):
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
-        names = self.files_with_suffix(self.suffixes)
+        names = self.names()
         self.class_names = self._listed_classes
-        splits = splits_of_files(names) if not self.name else dict.fromkeys(names)
+        splits = self.splits(names)
         for index, (size, signature) in enumerate(iter_parallel(self._check_tar, names)):
             name = names[index]
             yield SourceChunk(index, name, 0, size, 1, None, signature, splits[name])

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from functools import cached_property, partial
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import groupby, pairwise
 from operator import attrgetter
 from typing import Any
@@ -41,6 +41,7 @@ from mmray.storage.ranges import RangeReader
 UNKNOWN_CLASS = -2  # label of a row whose class a run does not have
 
 
+@dataclass(eq=False, repr=False)
 class PreparedSet:
     """The rows of a prepared set, or of one split of it, numbered from 0 in source order.
 
@@ -65,44 +66,26 @@ class PreparedSet:
         shard_numbers: Indices in it of the shards with rows of this set, int64.
     """
 
-    def __init__(
-        self,
-        folder: AnyPath,
-        manifest: Manifest,
-        split: str | None = None,
-        cache: ShardCache | None = None,
-        shuffle_block: int = RECORD_BATCH_ROWS,
-        captions: Mapping[str, float] | None = None,
-        label_numbers: Mapping[int, int] | None = None,
-    ) -> None:
-        self.folder = folder
-        self.manifest = manifest
-        self.split = split
-        shards = manifest.shards
+    folder: AnyPath
+    manifest: Manifest
+    split: str | None = None
+    cache: ShardCache | None = None
+    shuffle_block: int = RECORD_BATCH_ROWS
+    captions: Mapping[str, float] | None = None
+    label_numbers: Mapping[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        shards = self.manifest.shards
         self.table = shards if isinstance(shards, ShardTable) else ShardTable.from_shards(shards)
-        self.shard_numbers = self.table.of_split(split)
+        self.shard_numbers = self.table.of_split(self.split)
         kept = self.table.num_kept[self.shard_numbers]
         self._starts = np.concatenate([[0], np.cumsum(kept)]).astype(np.int64)
-        self._shard_reader = ShardReader(folder, self.table, cache)
-        is_cached = cache is not None and isinstance(folder, RemotePath)
-        self._cached_block_rows = shuffle_block if is_cached else 0
-        self.captions = captions
-        self.label_numbers = label_numbers
-        self._arguments: dict[str, Any] = {
-            "folder": folder,
-            "manifest": manifest,
-            "split": split,
-            "cache": cache,
-            "shuffle_block": shuffle_block,
-            "captions": captions,
-            "label_numbers": label_numbers,
-        }
+        self._shard_reader = ShardReader(self.folder, self.table, self.cache)
+        is_cached = self.cache is not None and isinstance(self.folder, RemotePath)
+        self._cached_block_rows = self.shuffle_block if is_cached else 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(PreparedSet, **self._arguments), ()
-
-    def _with(self, **changes: Any) -> PreparedSet:
-        return PreparedSet(**self._arguments | changes)
+        return PreparedSet, tuple(getattr(self, each.name) for each in fields(self))
 
     @classmethod
     def open(cls, path: str, split: str | None = None) -> PreparedSet:
@@ -144,7 +127,7 @@ class PreparedSet:
         Args:
             cache: The cache; not used if the set is on a local disk.
         """
-        return self._with(cache=cache, shuffle_block=shuffle_block)
+        return replace(self, cache=cache, shuffle_block=shuffle_block)
 
     def with_captions(self, weights: Mapping[str, float]) -> PreparedSet:
         """Return this set, whose rows have the texts of some columns of the source only.
@@ -153,7 +136,7 @@ class PreparedSet:
             A set with the same rows and numbers; `texts` of its rows are limited to these columns,
             maybe to none, and `text_weights` are their frequencies.
         """
-        return self._with(captions=weights)
+        return replace(self, captions=weights)
 
     def with_label_numbers(self, numbers: Mapping[int, int]) -> PreparedSet:
         """Return this set with other labels.
@@ -162,11 +145,11 @@ class PreparedSet:
             numbers: The new label by the stored one; others that are not negative become
                 UNKNOWN_CLASS.
         """
-        return self._with(label_numbers=numbers)
+        return replace(self, label_numbers=numbers)
 
     def with_shards(self, shards: ShardTable | tuple[Shard, ...]) -> PreparedSet:
         """Return a set that has the rows of other shards (files) in the same folder."""
-        return self._with(manifest=replace(self.manifest, shards=shards))
+        return replace(self, manifest=replace(self.manifest, shards=shards))
 
     @property
     def shards(self) -> tuple[Shard, ...]:
