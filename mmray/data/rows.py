@@ -51,7 +51,7 @@ _KINDS = (
     ("id", "key"),
     IMAGE_COLUMNS,
     *MEDIA_KINDS.values(),
-    ("text", "texts"),
+    TEXT_COLUMNS,
     MESSAGE_COLUMNS,
 )
 # The first characters of images in base64: JPEG, PNG, GIF, WebP, TIFF, BMP, and AVIF or JPEG 2000.
@@ -204,11 +204,10 @@ def _parse_columns(key: str, values: dict[str, Any]) -> SourceRow:
         raise BadRow("columns", "boxes", f"boxes need one image, and the row has {len(images)}")
     answers = [message_text(each) for each in messages if each["role"] == "assistant"]
     texts: Sequence[Any] = [answer for answer in answers if answer.strip()]
-    has_texts = not values.keys().isdisjoint(("text", "texts"))
     # Audio and video of one row are a pair without a text.
-    has_pair = not any(values.keys().isdisjoint(names) for names in MEDIA_KINDS.values())
-    if has_texts or not (messages or has_pair):
-        texts = _single_column(values, ("text", "texts"), "no-text")
+    has_pair = all(has_any(values, names) for names in MEDIA_KINDS.values())
+    if has_any(values, TEXT_COLUMNS) or not (messages or has_pair):
+        texts = _single_column(values, TEXT_COLUMNS, "no-text")
     text_columns = [item.get(TEXT_COLUMN) for item in texts if isinstance(item, dict)]
     plain, spans = _split_spans(values, texts)
     fields = {name for item in texts if isinstance(item, dict) for name in item} - _TEXT_FIELDS
@@ -313,9 +312,9 @@ def _parse_conversation(values: dict[str, Any]) -> tuple[Conversation, list[Imag
 
     Without messages, audio and video follow the images. Raises BadRow.
     """
-    kinds = [kind for kind, names in MEDIA_KINDS.items() if not values.keys().isdisjoint(names)]
-    has_images = not values.keys().isdisjoint(IMAGE_COLUMNS)
-    if values.keys().isdisjoint(MESSAGE_COLUMNS):
+    kinds = [kind for kind, names in MEDIA_KINDS.items() if has_any(values, names)]
+    has_images = has_any(values, IMAGE_COLUMNS)
+    if not has_any(values, MESSAGE_COLUMNS):
         images: tuple[Any, ...] = ()
         if has_images or not kinds:
             images = _single_column(values, IMAGE_COLUMNS, "no-image")
@@ -402,7 +401,7 @@ def rename_columns(values: dict[str, Any], columns: dict[str, str]) -> dict[str,
 
 def replaced_columns(columns: Mapping[str, str]) -> set[str]:
     """Return mmray's names of the columns that mapped ones replace: all of their kinds."""
-    kinds = {name for kind in _KINDS if not columns.keys().isdisjoint(kind) for name in kind}
+    kinds = {name for kind in _KINDS if has_any(columns, kind) for name in kind}
     return kinds | columns.keys()
 
 
@@ -429,19 +428,37 @@ def split_names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def source_columns(columns: Mapping[str, str], ours: str) -> tuple[str, ...]:
-    """Return the columns of the source for one of mmray's columns: one, or several of texts.
+def source_columns(columns: Mapping[str, str], *names: str) -> tuple[str, ...]:
+    """Return the columns of the source for some of mmray's columns: one for each, or several of
+    texts.
 
     Args:
-        ours: mmray's column name, one of COLUMNS in mmray.builtin; without an entry the column of
+        names: mmray's column names, of COLUMNS in mmray.builtin; without an entry the column of
             the source has the same name.
 
     Returns:
-        Names of columns of the source, such as (`alt`, `synthetic`); several only for `text` and
-        `texts`.
+        Names of columns of the source, such as (`alt`, `synthetic`) for `text`.
     """
-    theirs = columns.get(ours, ours)
-    return split_names(theirs) if ours in TEXT_COLUMNS else (theirs,)
+    theirs: list[str] = []
+    for ours in names:
+        name = columns.get(ours, ours)
+        theirs += split_names(name) if ours in TEXT_COLUMNS else (name,)
+    return tuple(theirs)
+
+
+def has_any(values: Mapping[str, Any], names: Iterable[str]) -> bool:
+    """Return whether a row has a value in one of some columns."""
+    return not values.keys().isdisjoint(names)
+
+
+def is_missing(value: Any) -> bool:
+    """Return whether a value of the source is missing: None, or NaN as pandas has it."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def is_blank(value: Any) -> bool:
+    """Return whether a caption is missing or white space only."""
+    return is_missing(value) or (isinstance(value, str) and not value.strip())
 
 
 def _named_texts(values: dict[str, Any], names: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -450,9 +467,7 @@ def _named_texts(values: dict[str, Any], names: tuple[str, ...]) -> list[dict[st
     for name in names:
         for value in _as_items(values.get(name)):
             text = value if isinstance(value, dict) else {"text": value}
-            content = text.get("text")
-            is_blank = isinstance(content, str) and not content.strip()
-            if content is not None and content == content and not is_blank:  # NaN is missing
+            if not is_blank(text.get("text")):
                 texts.append(text | {TEXT_COLUMN: name})
     return texts
 
@@ -606,7 +621,7 @@ def _single_column(
     values: dict[str, Any], columns: tuple[str, ...], missing: str
 ) -> tuple[Any, ...]:
     """Return the value of the only present column of these, as a tuple of at least one item."""
-    if not values.keys() & set(columns):
+    if not has_any(values, columns):
         has = ", ".join(sorted(map(str, values))[:10]) or "nothing"
         hint = ""
         if missing == "no-text" and "label" in values:

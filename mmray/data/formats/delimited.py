@@ -150,8 +150,7 @@ class CsvSource(JsonlSource):
         """Return whether lines within the fields of a record are rows, which a stray quote has
         joined to it.
         """
-        ours = (*IMAGE_COLUMNS, *MEDIA_COLUMNS)
-        theirs = {name for each in ours for name in source_columns(self.columns, each)}
+        theirs = source_columns(self.columns, *IMAGE_COLUMNS, *MEDIA_COLUMNS)
         media = [number for number, name in enumerate(names) if name in theirs]
         for lines in (field.splitlines() for field in fields if "\n" in field):
             num_rows = 0
@@ -208,7 +207,7 @@ class CsvSource(JsonlSource):
             names = [name.strip() for name in _decode_fields(record)]
         except BadRow as bad:
             raise DataError(f"{path}: the line of column names: {bad.detail}") from None
-        theirs = {each for ours in self.columns for each in source_columns(self.columns, ours)}
+        theirs = set(source_columns(self.columns, *self.columns))
         numbers = [str(number) for number in range(1, len(names) + 1)]
         if theirs and theirs <= set(numbers) and not theirs & set(names):
             return _Layout(numbers, start, dialect)
@@ -277,10 +276,9 @@ class CsvSource(JsonlSource):
         values: dict[str, Any] = {
             column: field for column, field in zip(names, fields, strict=True) if field != ""
         }
-        for column in _LIST_COLUMNS:
-            for theirs in source_columns(self.columns, column):
-                if theirs in values:
-                    values[theirs] = _parse_list(values[theirs])
+        for theirs in source_columns(self.columns, *_LIST_COLUMNS):
+            if theirs in values:
+                values[theirs] = _parse_list(values[theirs])
         for column in ("image", "image_path"):
             theirs = self.columns.get(column, column)
             if numbered := _NUMBERED_IMAGE.fullmatch(values.get(theirs, "")):

@@ -27,6 +27,7 @@ from mmray.data.rows import (
     MESSAGE_COLUMNS,
     NOTICES,
     BadRow,
+    has_any,
 )
 from mmray.errors import DataError
 from mmray.storage.paths import TEMP_SUFFIX, AnyPath, open_output, open_sequential
@@ -165,7 +166,7 @@ def _group(row: RawRow) -> tuple[list[Any], dict[str, Any]]:
             f"{row.location} has its image inside the row, and --group image compares paths "
             "and URLs: use --duplicates row instead, which keeps all rows of an image"
         )
-    if not images or not row.values.keys().isdisjoint(MESSAGE_COLUMNS):
+    if not images or has_any(row.values, MESSAGE_COLUMNS):
         return [row.location], row.values
     return [row.values.get("split"), row.values.get(FOLDER), images], row.values
 

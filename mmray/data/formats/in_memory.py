@@ -24,13 +24,13 @@ from PIL import Image
 
 from mmray.builtin import KEEP_ALL
 from mmray.data.formats.source import check_columns, check_named, known_columns
-from mmray.data.formats.values import is_missing
 from mmray.data.messages import MEDIA_FIELDS
 from mmray.data.rows import (
     IMAGE_COLUMNS,
     MEDIA_COLUMNS,
     MESSAGE_COLUMNS,
     BadRow,
+    is_missing,
     parse_image,
     source_columns,
 )

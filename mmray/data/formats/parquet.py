@@ -235,8 +235,7 @@ class ParquetSource(Source):
 
     @cached_property
     def _chat_columns(self) -> set[str]:
-        names = (*MESSAGE_COLUMNS, *CHAT_COLUMNS, "tools")
-        return {theirs for ours in names for theirs in source_columns(self.columns, ours)}
+        return set(source_columns(self.columns, *MESSAGE_COLUMNS, *CHAT_COLUMNS, "tools"))
 
     def _known_columns(self, schema: pa.Schema, name: str) -> list[str]:
         """Return the columns to read. Raises DataError if no column has images or none has text."""

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from mmray.builtin import ANSWER_COLUMNS, CHAT_COLUMNS, COLUMNS, KEEP_ALL
 from mmray.data.formats.splits import splits_of_files
-from mmray.data.formats.values import is_missing, normalize_values
+from mmray.data.formats.values import normalize_values
 from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.rows import (
     FOLDER,
@@ -29,8 +29,11 @@ from mmray.data.rows import (
     MEDIA_KINDS,
     MESSAGE_COLUMNS,
     NOTICES,
+    TEXT_COLUMNS,
     BadRow,
     format_unused,
+    has_any,
+    is_missing,
     is_valid_name,
     rename_columns,
     replaced_columns,
@@ -374,12 +377,9 @@ class Source(ABC):
         unused = [name for name, value in parsed.items() if value is not None and self._drops(name)]
         if "texts" in values and "text" in parsed and not is_missing(parsed["text"]):
             unused += ["text"] * (not self._drops("text"))
-        if not values.keys().isdisjoint(CHAT_COLUMNS):
-            unjoined = (
-                name
-                for ours in CHAT_COLUMNS
-                if ours in values
-                for name in source_columns(self.columns, ours)
+        if has_any(values, CHAT_COLUMNS):
+            unjoined = source_columns(
+                self.columns, *(name for name in CHAT_COLUMNS if name in values)
             )
             unused += [name for name in unjoined if not self.keeps(name)]
         notices = [format_unused(name) for name in self.unread + unused]
@@ -410,19 +410,15 @@ class Source(ABC):
         return known_columns(self.columns) | {FOLDER, IMAGE_SIZE, KEPT_COLUMNS, NOTICES}
 
     @cached_property
-    def _texts(self) -> list[str]:
+    def _texts(self) -> tuple[str, ...]:
         """The columns of texts and labels."""
-        return [
-            name
-            for ours in ("text", "texts", "label")
-            for name in source_columns(self.columns, ours)
-        ]
+        return source_columns(self.columns, *TEXT_COLUMNS, "label")
 
     @cached_property
     def _used(self) -> set[str]:
         """The known columns that no mapped one replaces."""
-        theirs = {name for ours in self.columns for name in source_columns(self.columns, ours)}
-        return self._known - (replaced_columns(self.columns) - theirs)
+        theirs = source_columns(self.columns, *self.columns)
+        return self._known - replaced_columns(self.columns).difference(theirs)
 
 
 def known_columns(columns: Mapping[str, str]) -> set[str]:
@@ -432,8 +428,7 @@ def known_columns(columns: Mapping[str, str]) -> set[str]:
         columns: Names in the source by mmray's column names, such as {"text": "title"}; a column
             without an entry has mmray's name.
     """
-    names = (*COLUMNS, *CHAT_COLUMNS)
-    return {theirs for column in names for theirs in source_columns(columns, column)}
+    return set(source_columns(columns, *COLUMNS, *CHAT_COLUMNS))
 
 
 def check_named(
@@ -479,16 +474,17 @@ def check_columns(
     advice = []
     missing = []
     has_pairs = all(
-        any(not set(source_columns(columns, column)).isdisjoint(names) for column in of_kind)
+        not set(names).isdisjoint(source_columns(columns, *of_kind))
         for of_kind in MEDIA_KINDS.values()
     )
     # The images of a conversation may be in its parts.
     for kind, ours in (
         ("image", (*IMAGE_COLUMNS, *MEDIA_COLUMNS, *MESSAGE_COLUMNS, *ANSWER_COLUMNS)),
-        ("text", ("text", "texts", *MESSAGE_COLUMNS, *ANSWER_COLUMNS, "label")),
+        ("text", (*TEXT_COLUMNS, *MESSAGE_COLUMNS, *ANSWER_COLUMNS, "label")),
     ):
-        theirs = {name for column in ours for name in source_columns(columns, column)}
-        if theirs.isdisjoint(names) and not (kind == "text" and has_pairs):
+        if set(names).isdisjoint(source_columns(columns, *ours)) and not (
+            kind == "text" and has_pairs
+        ):
             common = _COMMON_NAMES[kind].split()
             # Names such as image_1 and Caption2 match, too.
             guess = next(

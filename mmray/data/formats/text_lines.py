@@ -9,9 +9,8 @@ import io
 import json
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -150,9 +149,10 @@ class JsonlSource(Source):
             self.check(name)
             ends = previous_chunk_ends if self.name else ()
             same = self._unchanged_chunks(name)
-            sizes = partial(self.chunk_rows, rows_per_chunk)
             rows_before = rows + sum(chunk.num_rows or 0 for chunk in same)
-            for chunk in chain(same, self._scan_file(name, sizes, rows_before, ends, same)):
+            for chunk in chain(
+                same, self._scan_file(name, rows_per_chunk, rows_before, ends, same)
+            ):
                 yield replace(chunk, index=index, split=splits[name])
                 index += 1
                 rows += chunk.num_rows or 0
@@ -181,20 +181,18 @@ class JsonlSource(Source):
     def _scan_file(
         self,
         name: str,
-        chunk_rows: Callable[[int], int],
+        rows_per_chunk: int,
         rows_before: int,
         previous_chunk_ends: Collection[int],
         same: Sequence[SourceChunk],
     ) -> Iterator[SourceChunk]:
-        """Yield the chunks of a file after its first ones `same`; `chunk_rows` returns the size of
-        a chunk for the number of rows before it.
-        """
+        """Yield the chunks of a file after its first ones, `same`."""
         start = same[-1].stop if same else 0
         records = rows = num_lines = 0
         following = (each for each in self.earlier if (each.file, each.start) == (name, start))
         first_line = next(following).first_line if same else 1
         lines_before = first_line - 1
-        limit = chunk_rows(rows_before)
+        limit = self.chunk_rows(rows_per_chunk, rows_before)
         with open_sequential(self.text_path(name)) as file:
             lines = LineReader(file, start)
 
@@ -217,7 +215,7 @@ class JsonlSource(Source):
                     start = lines.offset
                     first_line = lines_before + lines.num_lines + 1
                     rows_before += rows
-                    limit = chunk_rows(rows_before)
+                    limit = self.chunk_rows(rows_per_chunk, rows_before)
                     records = 0
                     rows = 0
                     lines.digest = hashlib.sha256()

@@ -18,6 +18,9 @@ from mmray.data.rows import (
     MESSAGE_COLUMNS,
     TEXT_COLUMNS,
     BadRow,
+    has_any,
+    is_blank,
+    is_missing,
     label_number,
     to_utf8,
 )
@@ -53,7 +56,7 @@ def normalize_values(
             the classes.
     """
     values = {name: value for name, value in values.items() if not is_missing(value)}
-    if values.get("image") == "" and values.keys() & set(MESSAGE_COLUMNS):
+    if values.get("image") == "" and has_any(values, MESSAGE_COLUMNS):
         del values["image"]  # a conversation without images
     if isinstance(values.get("text"), bytes):  # a Parquet file whose texts are not marked as texts
         with suppress(UnicodeDecodeError):
@@ -69,8 +72,9 @@ def normalize_values(
         values.pop("text", None)
     for name in ("text", "texts"):
         if isinstance(values.get(name), list):
-            values[name] = _drop_blank(values[name])
-    if _is_question_and_answer(values.get("texts")) and not values.keys() & set(MESSAGE_COLUMNS):
+            texts = [caption for caption in values[name] if not is_blank(caption)]
+            values[name] = texts or values[name]
+    if _is_question_and_answer(values.get("texts")) and not has_any(values, MESSAGE_COLUMNS):
         values["messages"] = [
             {"role": role, "content": turn[role]}
             for turn in values.pop("texts")
@@ -130,15 +134,10 @@ def _with_class_caption(
     values: dict[str, Any], class_names: Sequence[str], caption_template: str
 ) -> dict[str, Any]:
     label = values.get("label")
-    has_text = not values.keys().isdisjoint(("text", "texts", *MESSAGE_COLUMNS))
+    has_text = has_any(values, (*TEXT_COLUMNS, *MESSAGE_COLUMNS))
     if has_text or not isinstance(label, int) or not 0 <= label < len(class_names):
         return values
     return values | {"text": caption_template.replace("{}", class_names[label])}
-
-
-def is_missing(value: Any) -> bool:
-    """Return whether a value of the source is missing: None, or NaN as pandas has it."""
-    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _as_identifier(name: str, value: Any) -> Any:
@@ -167,16 +166,14 @@ def _join_chat_columns(values: dict[str, Any]) -> None:
     Columns that are not used stay: those of a row with messages, with captions of its media, or
     with several questions or answers.
     """
-    if values.keys().isdisjoint((*CHAT_COLUMNS, *MESSAGE_COLUMNS)):
+    if not has_any(values, (*CHAT_COLUMNS, *MESSAGE_COLUMNS)):
         return
     questions = [name for name in QUESTION_COLUMNS if name in values] or ["input"]
     answers = [name for name in ANSWER_COLUMNS if name in values]
-    names = values.keys()
-    has_media = not names.isdisjoint((*IMAGE_COLUMNS, *MEDIA_COLUMNS))
-    is_chat = names.isdisjoint(MESSAGE_COLUMNS) and not (
-        has_media and not names.isdisjoint(TEXT_COLUMNS)
-    )
-    if is_chat and len(questions) == len(answers) == 1 and questions[0] in names:
+    has_media = has_any(values, (*IMAGE_COLUMNS, *MEDIA_COLUMNS))
+    has_captions = has_media and has_any(values, TEXT_COLUMNS)
+    is_chat = not has_captions and not has_any(values, MESSAGE_COLUMNS)
+    if is_chat and len(questions) == len(answers) == 1 and questions[0] in values:
         question = values.pop(questions[0])
         if isinstance(question, str) and isinstance(values.get("input"), str):
             question = "\n".join(filter(None, (question, values.pop("input"))))  # as ms-swift
@@ -215,16 +212,6 @@ def _as_messages(role: str, content: Any) -> list[Any]:
         each | {"loss": False} if is_prompt and each.get("role") == "assistant" else each
         for each in content
     ]
-
-
-def _drop_blank(captions: list[Any]) -> list[Any]:
-    """Return the captions without missing and blank ones; all of them if no other is left."""
-    texts = [
-        caption
-        for caption in captions
-        if not is_missing(caption) and not (isinstance(caption, str) and not caption.strip())
-    ]
-    return texts or captions
 
 
 def _is_question_and_answer(texts: Any) -> bool:

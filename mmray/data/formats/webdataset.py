@@ -47,6 +47,7 @@ from mmray.data.rows import (
     ImageRef,
     check_suffix,
     format_unused,
+    has_any,
     is_safe_path,
     label_number,
     source_columns,
@@ -157,15 +158,9 @@ class WebDatasetSource(Source):
         kept: dict[str, Any] = {}
         parsed: dict[str, Any] = {}
         if "json" in members:
-            mapped = {
-                theirs
-                for ours in self.columns
-                for theirs in source_columns(self.columns, ours)
-                if ours not in ("image", "images")
-            }
-            has_text = bool(
-                _TEXT_EXTENSIONS & members.keys()
-            ) or not self.columns.keys().isdisjoint(_TEXT_COLUMNS)
+            mapped_names = self.columns.keys() - {"image", "images"}
+            mapped = set(source_columns(self.columns, *mapped_names))
+            has_text = has_any(members, _TEXT_EXTENSIONS) or has_any(self.columns, _TEXT_COLUMNS)
             used = mapped.union(_OTHER_COLUMNS, () if has_text else _TEXT_COLUMNS)
             parsed = parse_json(members["json"].data or b"", strict=False)
             kept = {name: value for name, value in parsed.items() if self.keeps(name)}
@@ -196,7 +191,7 @@ class WebDatasetSource(Source):
             check_suffix(f"KEY.{extension}")
         if images := _image_members(members):
             values["images"] = images
-        elif values.keys().isdisjoint(MEDIA_COLUMNS) and (
+        elif not has_any(values, MEDIA_COLUMNS) and (
             others := [extension for extension in members if extension.endswith(IMAGE_SUFFIXES)]
         ):
             detail = (

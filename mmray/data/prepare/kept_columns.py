@@ -10,8 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from mmray.builtin import is_column_name
-from mmray.data.formats.values import is_missing
-from mmray.data.rows import BadRow, SourceRow, to_utf8
+from mmray.data.rows import BadRow, SourceRow, is_missing, to_utf8
 from mmray.data.store.row_columns import (
     KEPT,
     LARGE,
