@@ -185,20 +185,7 @@ def parse_row(values: dict[str, Any] | BadRow, location: str) -> SourceRow:
 
 
 def _parse_columns(key: str, values: dict[str, Any]) -> SourceRow:
-    boxes = values.get("boxes", [])
-    box_labels = values.get("box_labels", [])
-    label = values.get("label")
-    if not isinstance(boxes, list) or not all(map(_is_box, boxes)):
-        raise BadRow(
-            "columns",
-            "boxes",
-            f"boxes must be a list of [x, y, width, height] (got {str(boxes)[:80]})",
-        )
-    labels_ok = isinstance(box_labels, list) and all(map(_is_label, box_labels))
-    if not labels_ok or len(box_labels) not in (0, len(boxes)):
-        raise BadRow(
-            "columns", "boxes", f"box_labels must be an integer for each of {len(boxes)} boxes"
-        )
+    boxes, box_labels = _parse_boxes(values)
     (messages, _, notices), images = _parse_conversation(values)
     if boxes and len(images) != 1:
         raise BadRow("columns", "boxes", f"boxes need one image, and the row has {len(images)}")
@@ -214,23 +201,8 @@ def _parse_columns(key: str, values: dict[str, Any]) -> SourceRow:
     notices = [*notices, *(f"`{name}` of a text is not used" for name in sorted(fields))]
     if spans and all(image.kind == "image" for image in images):
         raise BadRow("columns", "span", "a text has a span, and the row has no audio or video")
-    if isinstance(label, str) and (number := label_number(label)) is not None:
-        label = number
-    if label is not None and not _is_label(label):
-        hint = (
-            "label must be an integer, unless all labels are names; number your classes, or name "
-            "all"
-        )
-        if isinstance(label, (list, dict)) or (isinstance(label, str) and label.startswith("[")):
-            hint = "a row has one label: write a row for each class, or the classes into its text"
-        raise BadRow("columns", "label", f"{hint} (got {str(label)[:40]!r})")
-    # short plain words, because they become parts of file names
-    for column in ("split", "language"):
-        word = values.get(column)
-        if word is not None and not (isinstance(word, str) and _WORD.fullmatch(word)):
-            detail = f"{column} must be a word of letters, digits, . _ - (got {str(word)[:40]!r})"
-            raise BadRow("columns", column, detail)
-    split = values.get("split")
+    label = _parse_label(values.get("label"))
+    split = _parse_word(values, "split")
     if split is not None and split.lower() in ("train", *HELD_OUT_SPLITS):
         split = split.lower()  # `Test` is no training split
     return SourceRow(
@@ -240,7 +212,7 @@ def _parse_columns(key: str, values: dict[str, Any]) -> SourceRow:
         texts=plain,
         label=label,
         split=split,
-        language=values.get("language"),
+        language=_parse_word(values, "language"),
         boxes=[[*map(float, box)] for box in boxes] or None,
         box_labels=box_labels if boxes else None,
         messages=list(messages) or None,
@@ -249,6 +221,44 @@ def _parse_columns(key: str, values: dict[str, Any]) -> SourceRow:
         text_columns=[*map(str, text_columns)] if any(text_columns) else None,
         notices=list(notices),
     )
+
+
+def _parse_boxes(values: dict[str, Any]) -> tuple[list[Any], list[int]]:
+    """Return the boxes of a row and their labels. Raises BadRow."""
+    boxes = values.get("boxes", [])
+    labels = values.get("box_labels", [])
+    if not isinstance(boxes, list) or not all(map(_is_box, boxes)):
+        raise BadRow(
+            "columns",
+            "boxes",
+            f"boxes must be a list of [x, y, width, height] (got {str(boxes)[:80]})",
+        )
+    labels_ok = isinstance(labels, list) and all(map(_is_label, labels))
+    if not labels_ok or len(labels) not in (0, len(boxes)):
+        raise BadRow(
+            "columns", "boxes", f"box_labels must be an integer for each of {len(boxes)} boxes"
+        )
+    return boxes, labels
+
+
+def _parse_label(label: Any) -> int | None:
+    """Return the number of a class, which may be a text. Raises BadRow."""
+    number = label_number(label) if isinstance(label, str) else label
+    if label is None or _is_label(number):
+        return number
+    hint = "label must be an integer, unless all labels are names; number your classes, or name all"
+    if isinstance(label, (list, dict)) or (isinstance(label, str) and label.startswith("[")):
+        hint = "a row has one label: write a row for each class, or the classes into its text"
+    raise BadRow("columns", "label", f"{hint} (got {str(label)[:40]!r})")
+
+
+def _parse_word(values: dict[str, Any], column: str) -> str | None:
+    """Return a short plain word, because it becomes a part of file names. Raises BadRow."""
+    word = values.get(column)
+    if word is None or (isinstance(word, str) and _WORD.fullmatch(word)):
+        return word
+    detail = f"{column} must be a word of letters, digits, . _ - (got {str(word)[:40]!r})"
+    raise BadRow("columns", column, detail)
 
 
 def _split_spans(

@@ -12,6 +12,7 @@ import unicodedata
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
@@ -390,6 +391,26 @@ class JsonArraySource(ListingSource):
             raise DataError(f"{path} is not UTF-8 after item {count}: {error}") from None
 
 
+@dataclass
+class _Annotations:
+    """Annotations of an image in COCO documents."""
+
+    captions: list[Any] = field(default_factory=list)
+    boxes: list[Any] = field(default_factory=list)
+    labels: list[Any] = field(default_factory=list)  # of the boxes
+    has_crowd: bool = False
+
+    def add(self, annotation: dict[str, Any]) -> None:
+        if "caption" in annotation:
+            self.captions.append(annotation["caption"])
+        # The box of a crowd contains several objects. A missing category is an error of this row.
+        if "bbox" in annotation and annotation.get("iscrowd"):
+            self.has_crowd = True
+        elif "bbox" in annotation:
+            self.boxes.append(annotation["bbox"])
+            self.labels.append(annotation.get("category_id"))
+
+
 class CocoSource(ListingSource):
     """One row for each image of the document `name`, or of several
     (`captions_X.json,instances_X.json`).
@@ -425,12 +446,10 @@ class CocoSource(ListingSource):
     def list_rows(self) -> Rows:
         parent, slash, bases = self.name.rpartition("/")  # folder/a.json,b.json: two documents
         names = [f"{parent}{slash}{base}" for base in bases.split(",")]
-        images: dict[Any, tuple[str, str]] = {}  # id: (document, file)
-        captions: dict[Any, list[Any]] = defaultdict(list)
-        boxes: dict[Any, list[tuple[Any, Any]]] = defaultdict(list)  # id: (box, category)
+        images: dict[str, tuple[str, str]] = {}  # id: (document, file)
+        found: dict[str, _Annotations] = defaultdict(_Annotations)
         categories: dict[str, str] = {}
-        crowds: set[Any] = set()  # ids of images with boxes of crowds
-        sizes: dict[Any, tuple[int, int]] = {}
+        sizes: dict[str, tuple[int, int]] = {}
         for name in names:
             path = self.folder / name
             try:
@@ -456,15 +475,7 @@ class CocoSource(ListingSource):
                             f"entry `{categories[label]}`"
                         )
                 for annotation in document["annotations"]:
-                    image_id = _id_text(annotation["image_id"])
-                    if "caption" in annotation:
-                        captions[image_id].append(annotation["caption"])
-                    # The box of a crowd contains several objects. A missing category is an error
-                    # of this row.
-                    if "bbox" in annotation and annotation.get("iscrowd"):
-                        crowds.add(image_id)
-                    elif "bbox" in annotation:
-                        boxes[image_id].append((annotation["bbox"], annotation.get("category_id")))
+                    found[_id_text(annotation["image_id"])].add(annotation)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(
                     f"{path} is not COCO's JSON ({error}): it needs `images` with `id` and "
@@ -479,32 +490,35 @@ class CocoSource(ListingSource):
                 images.setdefault(image_id, (name, file))
         self.box_names = categories
         self.num_without_image = sum(
-            len(each)
-            for found in (captions, boxes)
+            len(each.captions) + len(each.boxes)
             for image_id, each in found.items()
             if image_id not in images
         )
         folder = self._images_folder(names[0], [file for _, file in images.values()][:16])
         for image_id, (name, file) in images.items():
-            row: dict[str, Any] = {"id": image_id, "image": f"{folder}{file}"}
-            labels = [label for _, label in boxes[image_id]]
-            notices = [_CROWD] * (image_id in crowds)
-            if categories and not {*map(str, labels)} <= categories.keys():
-                notices.append(_NO_CATEGORY)
-            if notices:
-                row[NOTICES] = notices
-            if labels:
-                row |= {"boxes": [box for box, _ in boxes[image_id]], "box_labels": labels}
-                row[IMAGE_SIZE] = sizes.get(image_id)
-            if image_id in captions:
-                row["texts"] = captions[image_id]
-            elif category_names := [
-                categories[str(label)] for label in labels if str(label) in categories
-            ]:
-                row["texts"] = [
-                    self.caption_template.replace("{}", ", ".join(dict.fromkeys(category_names)))
-                ]
+            row = {"id": image_id, "image": f"{folder}{file}"}
+            row |= self._columns_of(found[image_id], categories, sizes.get(image_id))
             yield f"{name}:image {image_id}", row
+
+    def _columns_of(
+        self, found: _Annotations, categories: dict[str, str], size: tuple[int, int] | None
+    ) -> dict[str, Any]:
+        """Return the columns of an image that follow from its annotations."""
+        row: dict[str, Any] = {}
+        notices = [_CROWD] * found.has_crowd
+        labels = [*map(str, found.labels)]
+        if categories and not set(labels) <= categories.keys():
+            notices.append(_NO_CATEGORY)
+        if notices:
+            row[NOTICES] = notices
+        if labels:
+            row |= {"boxes": found.boxes, "box_labels": found.labels, IMAGE_SIZE: size}
+        names = dict.fromkeys(categories[label] for label in labels if label in categories)
+        if found.captions:
+            row["texts"] = found.captions
+        elif names:
+            row["texts"] = [self.caption_template.replace("{}", ", ".join(names))]
+        return row
 
     def describe(self) -> str:
         if not self.num_without_image:
