@@ -76,12 +76,12 @@ class ParquetSource(Source):
         image_folders = {PurePosixPath(name).parent for name in filter(is_image, names)}
         return not {f"{folder}.parquet" for folder in image_folders} <= set(names)
 
-    def cumulative_rows(self, name: str) -> tuple[list[int], pa.Schema]:
+    def cumulative_rows(self, name: str) -> tuple[list[int] | None, pa.Schema]:
         """Read the row counts and the schema of a file from its metadata.
 
         Returns:
             Cumulative numbers of rows, up to the end of each row group, such as [100, 200, 230],
-            and the Arrow schema.
+            or None if they are known only after reading, and the Arrow schema.
 
         Raises:
             OSError, pyarrow.ArrowException: The file cannot be read.
@@ -118,9 +118,14 @@ class ParquetSource(Source):
         rows = 0
         names = self.names()
         splits = self.splits(names)
-        for name, (ends, signature, most) in zip(
+        for name, (ends, signature, most, class_names) in zip(
             names, iter_parallel(self._check_file, names), strict=True
         ):
+            self._set_class_names(class_names)
+            if ends is None:
+                yield SourceChunk(index, name, 0, sys.maxsize, 1, None, signature, splits[name])
+                index += 1
+                continue
             start = 0
             for end, following in zip(ends, [*ends[1:], None], strict=True):
                 limit = max(rows_per_chunk, min(self.chunk_rows(rows_per_chunk, rows), most))
@@ -137,8 +142,9 @@ class ParquetSource(Source):
                 rows += end - start
                 start = end
 
-    def _check_file(self, name: str) -> tuple[list[int], str, int]:
-        """Return cumulative rows and signature of a file, and the rows of MAX_CHUNK_BYTES.
+    def _check_file(self, name: str) -> tuple[list[int] | None, str, int, tuple[str, ...]]:
+        """Return cumulative rows and signature of a file, the rows of MAX_CHUNK_BYTES, and the
+        names of its classes.
 
         Raises DataError if it is damaged or lacks columns.
         """
@@ -149,36 +155,31 @@ class ParquetSource(Source):
                 f"{self.folder / name} cannot be read as {self.title}: {error}"
             ) from None
         self._known_columns(schema, name)
+        class_names: tuple[str, ...] = ()
         with suppress(ValueError, KeyError, TypeError, OSError):
             feature = self.features(name, schema)[self._label]
             if feature["_type"] == "ClassLabel":
-                self._set_class_names(tuple(class_name(str(each)) for each in feature["names"]))
+                class_names = tuple(class_name(str(each)) for each in feature["names"])
         num_bytes, signature = file_signature(self.folder, name)
         most = MAX_CHUNK_BYTES * ends[-1] // max(1, num_bytes) if ends else 0
-        return ends, signature, most
+        return ends, signature, most, class_names
 
     def _set_class_names(self, names: tuple[str, ...]) -> None:
-        """Set the names of a file; files are checked in threads. Raises DataError if another file
-        has other ones, because its numbers are then those of other classes.
+        """Set the names of a file. Raises DataError if another file has other ones, because its
+        numbers are then those of other classes.
         """
-        self._listed_classes[names] = None
-        if len(self._listed_classes) > 1:
-            lists = " and ".join(", ".join(each)[:200] for each in self._listed_classes)
+        if names and self.class_names not in ((), names):
+            lists = f"{', '.join(self.class_names)[:200]} and {', '.join(names)[:200]}"
             raise DataError(
                 f"{self.folder}: files number the classes of the column {self._label} differently: "
                 f"{lists}. Cast them to one ClassLabel, or prepare each as a set of its own: "
                 "classes of sets are matched by name"
             )
-        self.class_names = names
+        self.class_names = names or self.class_names
 
     @property
     def _label(self) -> str:
         return self.columns.get("label", "label")
-
-    @cached_property
-    def _listed_classes(self) -> dict[tuple[str, ...], None]:
-        """The different lists of class names that files have."""
-        return {}
 
     def features(self, name: str, schema: pa.Schema) -> dict[str, Any]:
         """Return the column types that Hugging Face `datasets` stored in a file.
@@ -312,26 +313,15 @@ class HFSavedSource(ParquetSource):
     def splits(self, names: list[str]) -> dict[str, str | None]:
         return {name: name.partition("/")[0] if "/" in name else None for name in names}
 
-    def scan(
-        self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
-    ) -> Iterator[SourceChunk]:
-        if isinstance(self.folder, Path):
-            yield from super().scan(rows_per_chunk, previous_chunk_ends)
-            return
-        names = self.names()
-        splits = self.splits(names)
-        for index, (_, signature, _) in enumerate(iter_parallel(self._check_file, names)):
-            name = names[index]
-            yield SourceChunk(index, name, 0, sys.maxsize, 1, None, signature, splits[name])
-
-    def cumulative_rows(self, name: str) -> tuple[list[int], pa.Schema]:
+    def cumulative_rows(self, name: str) -> tuple[list[int] | None, pa.Schema]:
         with (
             open_sequential(self.folder / name, mapped=True) as raw,
             pa.ipc.open_stream(raw) as reader,
         ):
+            if not isinstance(self.folder, Path):
+                return None, reader.schema
             # The batches of a mapped file are views, so this reads their headers only.
-            batches = reader if isinstance(self.folder, Path) else ()
-            return list(accumulate(batch.num_rows for batch in batches)), reader.schema
+            return list(accumulate(batch.num_rows for batch in reader)), reader.schema
 
     def batches(
         self, name: str, start: int, stop: int, only: Sequence[str] | None = None

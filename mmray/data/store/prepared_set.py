@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import groupby, pairwise
-from operator import attrgetter
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -320,15 +319,15 @@ class PreparedSet:
         types = column_types(self.manifest.columns)
         names = [name for name, kind in types.items() if kind in TYPES]
         out: list[dict[str, Any]] = [{} for _ in rows]
-        requests = list(self._requests(np.asarray(rows, np.int64))) if names else []
-        by_shard = groupby(requests, attrgetter("shard"))
-        keys = [self.table.key(shard) for shard in dict.fromkeys(each.shard for each in requests)]
-        parts = self.values.read(keys, names)
-        for (_, of_shard), columns in zip(by_shard, parts, strict=True):
-            for request in of_shard:
-                first = request.batch * RECORD_BATCH_ROWS
-                for index, number in zip(request.indices, request.rows_in_batch, strict=True):
-                    out[index] = {name: columns[name][first + number].as_py() for name in names}
+        if not names:
+            return out
+        of_rows, numbers = self.positions(np.asarray(rows, np.int64))
+        shards = np.unique(of_rows).tolist()
+        parts = self.values.read([self.table.key(shard) for shard in shards], names)
+        for shard, columns in zip(shards, parts, strict=True):
+            for index in np.flatnonzero(of_rows == shard).tolist():
+                number = int(numbers[index])
+                out[index] = {name: columns[name][number].as_py() for name in names}
         return out
 
     def _read_batches(
