@@ -83,9 +83,6 @@ class CsvSource(JsonlSource):
 
     The first line has the names of the columns.
 
-    `open_source` constructs it. `scan` yields its chunks, and `read(chunk)` the rows of one as
-    RawRow: line, location, and values by mmray's column names or a BadRow.
-
     Attributes:
         suffixes: Suffixes of its files.
         delimiter: Character between two fields, unless another one is found in the first line.
@@ -292,9 +289,6 @@ class TsvSource(CsvSource):
     """A .tsv file: tabs, no quoting; images are paths relative to it.
 
     The first line has the names of the columns.
-
-    `open_source` constructs it. `scan` yields its chunks, and `read(chunk)` the rows of one as
-    RawRow: line, location, and values by mmray's column names or a BadRow.
 
     Attributes:
         suffixes: Suffixes of its files.

@@ -62,9 +62,6 @@ class ListingSource(Source):
     relative to the folder of the source), `text`, `texts`, `label`, `split`, `boxes` ([x, y, width,
     height] in pixels) and `box_labels`.
 
-    `open_source` constructs it. `scan` yields its chunks, and `read(chunk)` the rows of one as
-    RawRow: line, location, and values by mmray's column names or a BadRow.
-
     Attributes:
         listing: Name of the file with the listed rows, in the folder of the prepared set.
     """
@@ -217,9 +214,7 @@ class ClassFolders(ListingSource):
     The label is the name of the class, which `normalize_values` numbers and gives a caption. An
     image outside the folders of classes has neither, so it is an incomplete row.
 
-    `open_source` constructs it. `scan` yields its chunks, and `read(chunk)` the rows of one as
-    RawRow: line, location, and values by mmray's column names or a BadRow. The values are `id`,
-    `image`, `text`, `label` and `split`.
+    The values are `id`, `image`, `text`, `label` and `split`.
     """
 
     title = "a folder for each class"
@@ -255,9 +250,7 @@ class ImageTextPairs(ListingSource):
     """Rows of a/b.jpg, or a clip a/b.mp4, with captions in a/b.txt or a/b.jpg.txt, one a line, or
     subtitles a/b.srt, whose texts have times; a file without its counterpart is an incomplete row.
 
-    `open_source` constructs it. `scan` yields its chunks, and `read(chunk)` the rows of one as
-    RawRow: line, location, and values by mmray's column names or a BadRow. The values are `id`,
-    `image`, `audio` or `video`, `texts` and `split`.
+    The values are `id`, `image`, `audio` or `video`, `texts` and `split`.
     """
 
     title = "media and text pairs"
@@ -321,8 +314,6 @@ class JsonArraySource(ListingSource):
 
     The array is read one object at a time. Each object is a row: values by column name.
 
-    `open_source` constructs it. `scan` yields its chunks, and `read(chunk)` the rows of one as
-    RawRow: line, location, and values by mmray's column names or a BadRow.
     """
 
     title = "JSON array"
@@ -419,11 +410,9 @@ class CocoSource(ListingSource):
     the memory. An image without captions gets `caption_template` with the names of its categories
     as its caption. Boxes keep COCO's [x, y, width, height] in pixels.
 
-    `open_source` constructs it. `scan` yields its chunks, and `read(chunk)` the rows of one as
-    RawRow: line, location, and values by mmray's column names or a BadRow. The values are `id`,
-    `image`, `texts`, `boxes`, `box_labels` (numbers of categories) and `split`, as far as the
-    documents define them. `scan` raises DataError if a document is not COCO or describes other
-    images than the first.
+    The values are `id`, `image`, `texts`, `boxes`, `box_labels` (numbers of categories) and
+    `split`, as far as the documents define them. `scan` raises DataError if a document is not COCO
+    or describes other images than the first.
     """
 
     title = "COCO"

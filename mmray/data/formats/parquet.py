@@ -49,9 +49,6 @@ MAX_CHUNK_BYTES = 128 << 20  # of a chunk that is larger than asked for
 class ParquetSource(Source):
     """A Parquet file, or the Parquet files of a folder in sorted order.
 
-    `open_source` constructs it. `scan` yields its chunks, and `read(chunk)` the rows of one as
-    RawRow: line, location, and values by mmray's column names or a BadRow.
-
     A subclass for another kind of files replaces `names()` (their paths, relative to the folder of
     the source), `splits(names)` (split by path; None: none), `cumulative_rows(name)` (rows up to
     the end of each row group, and the Arrow schema), `batches(name, start, stop, only)` (a range of
@@ -257,9 +254,7 @@ class HFSavedSource(ParquetSource):
     Read without `datasets`, which each process would import in 3.4 s, and whose `load_from_disk`
     downloads a set on an object store before the first row is read.
 
-    `open_source` constructs it. `scan` yields its chunks, and `read(chunk)` the rows of one as
-    RawRow: line, location, and values by mmray's column names or a BadRow. Its other methods are
-    those of ParquetSource, for Arrow files.
+    Its other methods are those of ParquetSource, for Arrow files.
     """
 
     title = "Hugging Face datasets"

@@ -211,8 +211,7 @@ class Source(ABC):
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
-        """Split the source into chunks (parts of one file that one task reads), and yield them in
-        order.
+        """Split the source into chunks, and yield them in order.
 
         Rows are not decoded.
 

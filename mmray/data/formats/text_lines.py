@@ -105,10 +105,6 @@ class JsonlSource(Source):
 
     A line is one row, a JSON object of values by column name.
 
-    `open_source` constructs it, with the arguments of Source. `scan` yields its chunks, and
-    `read(chunk)` the rows of one as RawRow: line, location, and values by mmray's column names or a
-    BadRow.
-
     A subclass for another text format replaces `check(name)` (raises DataError for a wrong file),
     `iter_records(name, lines)` (yields the records of a file; a false value for a blank one) and
     `parse(record)` (returns values by column name). `text_path(name)` is the path to read.

@@ -203,9 +203,8 @@ def _as_messages(role: str, content: Any) -> list[Any]:
 
     As in TRL, the answers in a prompt are no targets.
     """
-    if not (isinstance(content, list) and all(isinstance(each, dict) for each in content)):
-        return [{"role": role, "content": content}]
-    if not any("role" in each for each in content):  # parts
+    is_list = isinstance(content, list) and all(isinstance(each, dict) for each in content)
+    if not is_list or not any("role" in each for each in content):  # a text, or parts
         return [{"role": role, "content": content}]
     is_prompt = role == "user"
     return [

@@ -78,10 +78,7 @@ class WebDatasetSource(Source):
     """A tar, or the tars of a folder in sorted order.
 
     A row is a sample: adjacent members with the same name up to the first dot, such as 0001.jpg and
-    0001.txt.
-
-    `open_source` constructs it. `scan` yields a chunk for each tar, and `read(chunk)` its rows as
-    RawRow: line, location, and values by mmray's column names or a BadRow.
+    0001.txt. A chunk is a tar.
     """
 
     title = "WebDataset"

@@ -116,8 +116,7 @@ class ShardCache:
     def get(
         self, name: str, size: int, fetch: Callable[[], bytes], refresh: bool = False
     ) -> pa.Buffer:
-        """Return the bytes of an entry (a file of the cache); the first process of a node that
-        needs it fetches it.
+        """Return the bytes of an entry; the first process of a node that needs it fetches it.
 
         Args:
             size: Its size in bytes; an entry of another size is fetched again.

@@ -57,7 +57,7 @@ class Manifest:
         reasons: Number of quarantined rows by reason, such as {"truncated": 3}.
         splits: Number of rows by split, such as {"train": 900, "val": 100}; empty if rows have no
             splits.
-        fingerprint: Hex digest that is equal for the same rows in the same shards (files).
+        fingerprint: Hex digest that is equal for the same rows in the same shards.
         tokenizer: File name of the tokenizer; None: none was trained.
         source: The source: `name` (of its file or folder), `format` (such as `jsonl`), `folder`
             (path or URI), `file` (name in the folder; empty: all of it), `num_chunks` (parts in
@@ -146,7 +146,7 @@ class Manifest:
     def has_image_checksums(self) -> bool:
         """Whether the digests of the shards cover the bytes of the images.
 
-        They do not if the set is index-only (refers to the images in its source) and was prepared
+        They do not if the set is index-only and was prepared
         with `check` `none`, so that no image was read.
         """
         return not self.is_index_only or self.settings.get("check", "full") != "none"
@@ -204,7 +204,7 @@ class RowCounts:
 
 
 def shard_fields(shards: Sequence[Shard]) -> dict[str, Any]:
-    """Return the fields of a manifest that follow from the shards (files) of the set.
+    """Return the fields of a manifest that follow from the shards of the set.
 
     Args:
         shards: The shards, in order; rows that are dropped from the set do not count.

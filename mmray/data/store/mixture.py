@@ -136,8 +136,7 @@ class PreparedMixture:
         return out  # type: ignore[return-value]  # every row belongs to a set
 
     def fetch_blocks(self, rows: np.ndarray) -> None:
-        """Fetch the blocks (ranges of adjacent rows) of rows into the caches of the sets that have
-        one.
+        """Fetch the blocks of rows into the caches of the sets that have one.
 
         Args:
             rows: Row numbers int64 [N]: first those of the first set, then those of the next one.

@@ -61,7 +61,7 @@ class PreparedSet:
             entry; negative ones stay. None: the stored one.
 
     Attributes:
-        table: The shards (files) of the full set.
+        table: The shards of the full set.
         shard_numbers: Indices in it of the shards with rows of this set, int64.
     """
 
@@ -147,14 +147,12 @@ class PreparedSet:
         return replace(self, label_numbers=numbers)
 
     def with_shards(self, shards: ShardTable | tuple[Shard, ...]) -> PreparedSet:
-        """Return a set that has the rows of other shards (files) in the same folder."""
+        """Return a set that has the rows of other shards in the same folder."""
         return replace(self, manifest=replace(self.manifest, shards=shards))
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """The shards (files) with rows of this set, in order, with their names, sizes and
-        digests.
-        """
+        """The shards with rows of this set, in order, with their names, sizes and digests."""
         return tuple(self.table[number] for number in self.shard_numbers.tolist())
 
     @property
@@ -224,7 +222,7 @@ class PreparedSet:
         Returns:
             The N rows in the order of `rows`, each a Row: `key`, `media` (with encoded bytes as
             `data`), `texts` or `messages`, `label` (None: none) and others. The bytes of the images
-            of an index-only set (which refers to the images in its source) are read from there.
+            of an index-only set are read from there.
 
         Raises:
             IndexError: A number is outside the set.
@@ -267,9 +265,7 @@ class PreparedSet:
 
     @property
     def image_folder(self) -> AnyPath:
-        """Folder of the source, which has the images if the set is index-only (refers to its
-        images).
-        """
+        """Folder of the source, which has the images if the set is index-only."""
         return to_path(self.manifest.source["address"])
 
     @cached_property
@@ -277,7 +273,7 @@ class PreparedSet:
         return RangeReader(self.image_folder)
 
     def keys(self, rows: np.ndarray | None = None) -> list[str]:
-        """Return the keys (names that are unique in the set) of rows, without reading their images.
+        """Return the keys of rows, without reading their images.
 
         Args:
             rows: Row numbers int64 [N]; None: all rows.
@@ -373,8 +369,7 @@ class PreparedSet:
         return row if self.captions is None else row.with_captions(self.captions)
 
     def fetch_blocks(self, rows: np.ndarray) -> None:
-        """Fetch the blocks (ranges of `shuffle_block` adjacent rows) of rows into the cache on the
-        local disk.
+        """Fetch the blocks of rows into the cache on the local disk.
 
         Without effect if the set has no cache.
 
@@ -395,11 +390,9 @@ class PreparedSet:
 
     def _requests(self, rows: np.ndarray) -> Iterator[ReadRequest]:
         """Group rows by their record batch."""
-        if rows.size and (rows.min() < 0 or rows.max() >= self.num_rows):
-            raise IndexError(f"rows {rows.min()}..{rows.max()} of a set of {self.num_rows}")
         order = np.argsort(rows, kind="stable")
         rows = rows[order]
-        indices = np.searchsorted(self._starts, rows, side="right") - 1
+        indices = self._shard_indices(rows)
         file_rows = self._file_rows(indices, rows)
         batches = file_rows // RECORD_BATCH_ROWS
         is_first = (np.diff(indices, prepend=-1) != 0) | (np.diff(batches, prepend=-1) != 0)
@@ -425,8 +418,14 @@ class PreparedSet:
 
     def positions(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the shard of each row (index in `table`), and the number of the row in it."""
-        indices = np.searchsorted(self._starts, rows, side="right") - 1
+        indices = self._shard_indices(rows)
         return self.shard_numbers[indices], self._file_rows(indices, rows)
+
+    def _shard_indices(self, rows: np.ndarray) -> np.ndarray:
+        """Return the index in `shard_numbers` of the shard of each row. Raises IndexError."""
+        if rows.size and (rows.min() < 0 or rows.max() >= self.num_rows):
+            raise IndexError(f"rows {rows.min()}..{rows.max()} of a set of {self.num_rows}")
+        return np.searchsorted(self._starts, rows, side="right") - 1
 
     def _file_rows(self, indices: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return the row numbers in their shards of rows of the set, int64 [N].

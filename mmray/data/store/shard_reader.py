@@ -26,13 +26,13 @@ MAX_OPEN = 256  # memory-mapped shards; each uses a file descriptor
 
 
 class ReadRequest(NamedTuple):
-    """Rows to read from one record batch (8 adjacent rows) of a shard.
+    """Rows to read from one record batch of a shard.
 
     Attributes:
         shard: Number of the shard in the table of shards.
         batch: Number of the record batch in the shard.
-        block: First and last record batch of the block (range of adjacent rows) that a cache
-            fetches as one; None without a cache.
+        block: First and last record batch of the block that a cache fetches as one; None without a
+            cache.
         indices: int64 [N], the places of the rows in the result.
         rows_in_batch: int64 [N], the numbers of the rows in the record batch.
     """
@@ -51,8 +51,7 @@ class Fetch(NamedTuple):
         start: First byte.
         stop: The byte after the last.
         requests: The record batches in the range, with the rows that are wanted.
-        is_block: Whether the range is a block (range of adjacent rows) that becomes an entry of the
-            cache.
+        is_block: Whether the range is a block that becomes an entry of the cache.
     """
 
     start: int
@@ -65,11 +64,11 @@ Consumer = Callable[[ReadRequest, pa.RecordBatch], None]
 
 
 class ShardReader:
-    """Reads record batches (8 adjacent rows) of the shards, the files of a prepared set; safe for
-    threads, cheap to pickle.
+    """Reads record batches of the shards, the files of a prepared set; safe for threads, cheap to
+    pickle.
 
-    On an object store, nearby batches share a request. With a cache, a block (a larger range of
-    adjacent rows) is fetched completely once, and kept on the local disk.
+    On an object store, nearby batches share a request. With a cache, a block is fetched completely
+    once, and kept on the local disk.
 
     `for_each_record_batch(requests, consume)` calls `consume` with each ReadRequest and its
     pyarrow.RecordBatch.
@@ -103,9 +102,8 @@ class ShardReader:
         Args:
             consume: Called with (request, record batch), a ReadRequest and the pyarrow.RecordBatch
                 that it names. On an object store several threads call it.
-            whole_blocks: If the block (range of adjacent rows) of a record batch is not in the
-                cache, fetch all of it into the cache; False: read only the record batches of
-                `requests`.
+            whole_blocks: If the block of a record batch is not in the cache, fetch all of it into
+                the cache; False: read only the record batches of `requests`.
 
         Raises:
             OSError: A file cannot be read.
@@ -123,12 +121,12 @@ class ShardReader:
         parallel_map(lambda fetch: self._read_fetched(fetch, consume, refresh), fetches)
 
     def fetch_blocks(self, requests: Sequence[ReadRequest]) -> None:
-        """Fetch blocks (ranges of adjacent rows) from the store into the cache on the local disk,
-        one after the other; those that are in the cache are not fetched again.
+        """Fetch blocks from the store into the cache on the local disk, one after the other; those
+        that are in the cache are not fetched again.
 
         Args:
-            requests: Rows of record batches (8 adjacent rows each). The `block` of each request,
-                which contains its record batch, is fetched completely, once if requests share it.
+            requests: Rows of record batches. The `block` of each request, which contains its record
+                batch, is fetched completely, once if requests share it.
 
         Raises:
             OSError: A file cannot be read.

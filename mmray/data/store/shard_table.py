@@ -147,7 +147,7 @@ class MappedArray:
 
 
 class ShardTable:
-    """The shards (files) of a set in source order; cheap to pickle if the table has a file.
+    """The shards of a set in source order; cheap to pickle if the table has a file.
 
     Iterating yields a Shard for each, with `file`, `split`, `num_rows`, `num_bytes`, `sha256` and
     `dropped`.
@@ -182,8 +182,7 @@ class ShardTable:
 
     @classmethod
     def from_shards(cls, shards: Iterable[Shard]) -> ShardTable:
-        """Create the table of some shards (files of a set), in memory and without a file of its
-        own.
+        """Create the table of some shards, in memory and without a file of its own.
 
         Args:
             shards: The shards in source order, with file name, split, numbers of rows and bytes,
@@ -260,7 +259,7 @@ class ShardTable:
         return self.num_rows - self._dropped.lengths
 
     def of_split(self, split: str | None) -> np.ndarray:
-        """Return the numbers of the shards (files) with the rows of a split.
+        """Return the numbers of the shards with the rows of a split.
 
         Args:
             split: Name of the split, such as `train`; None: all shards.
@@ -288,8 +287,8 @@ class ShardTable:
         return str(self._columns["sha256"][number].as_py())
 
     def dropped(self, number: int) -> np.ndarray:
-        """Return which rows of a shard (file) are not part of the set, because they are duplicates
-        or contaminated.
+        """Return which rows of a shard are not part of the set, because they are duplicates or
+        contaminated.
 
         Returns:
             Sorted row numbers in the shard, int64; empty if all rows are part of the set.

@@ -28,7 +28,7 @@ _DIGEST_COLUMNS = (
 
 
 class ShardWriter:
-    """Writes a shard (a file of a prepared set) row by row; memory holds at most one record batch.
+    """Writes a shard row by row; memory holds at most one record batch.
 
     `open_shard` creates it.
 
