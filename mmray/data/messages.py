@@ -134,7 +134,8 @@ def parse_messages(value: Any, num_media: Mapping[str, int]) -> Conversation:
         raise ValueError("no message is the user's: there is nothing to answer")
     unplaced = places.unplaced()
     messages = insert_media(messages, unplaced)
-    notices = places.notices()
+    places.add_mark_notices()
+    notices = sorted(places.notices)
     for message in messages:
         # A user's turn may consist of media only, and a tool may return nothing.
         is_empty = _has_only_text(message) and not message_text(message).strip()
@@ -203,18 +204,16 @@ class _Places:
 
     Attributes:
         media: A PartMedium for each place so far.
-        unused_fields: Names of fields of parts that are not used, such as `fps`.
+        notices: What is not used as it may be meant, see `SourceRow.notices`.
     """
 
     def __init__(self, num_media: Mapping[str, int], has_parts: bool) -> None:
         self.media: list[PartMedium] = []
         self._num_media = num_media
         self._has_parts = has_parts
-        self._num_removed = 0  # characters
-        self.unused_fields: set[str] = set()  # of parts
+        self.notices: set[str] = set()
         self._unused_marks: set[tuple[str, bool]] = set()  # kind, and whether of an answer
         self._has_other_marks = False
-        self._has_json = False
 
     def split_marks(self, text: str, role: str) -> list[Part]:
         """Return the parts of a text, in which marks that are places become parts of media.
@@ -223,9 +222,11 @@ class _Places:
         """
         parts: list[Part] = []
         text, num_removed = _REMOVED.subn("", text)
-        self._num_removed += num_removed
+        if num_removed:
+            self.notices.add("control characters or byte order marks of a message are removed")
+        if _JSON_PARTS.match(text):
+            self.notices.add("a content that looks like JSON of parts is text")
         start = 0
-        self._has_json |= _JSON_PARTS.match(text) is not None
         self._has_other_marks |= role != "assistant" and _OTHER_MARKS.search(text) is not None
         for mark in _MARKS.finditer(text):
             kind = mark[1] or "image"
@@ -253,24 +254,19 @@ class _Places:
             kind for kind in self._num_media if kind not in own for _ in range(self._num_left(kind))
         ]
 
-    def notices(self) -> list[str]:
-        """Return what is not used as it may be meant, see `SourceRow.notices`."""
+    def add_mark_notices(self) -> None:
+        """Add the notices of marks and media, once all messages have added their places."""
         unplaced = set(self.unplaced())
         placed = {medium.kind for medium in self.media}
         texts = {
             kind for kind, is_answer in self._unused_marks if not is_answer or kind in unplaced
         }
-        notices = [f"`<{kind}>` in a message is text, not the place of a medium" for kind in texts]
+        for kind in texts:
+            self.notices.add(f"`<{kind}>` in a message is text, not the place of a medium")
         for kind in unplaced & placed:
-            notices.append(f"{kind} without a mark, put before the first user's text")
+            self.notices.add(f"{kind} without a mark, put before the first user's text")
         if unplaced and self._has_other_marks:
-            notices.append("a mark of other projects, such as `<|image_1|>`, is text")
-        if self._has_json:
-            notices.append("a content that looks like JSON of parts is text")
-        if self._num_removed:
-            notices.append("control characters or byte order marks of a message are removed")
-        notices += [f"`{name[:40]}` of a content part is not used" for name in self.unused_fields]
-        return sorted(notices)
+            self.notices.add("a mark of other projects, such as `<|image_1|>`, is text")
 
 
 def _has_only_text(message: Message) -> bool:
@@ -458,7 +454,8 @@ def _parse_parts(content: list[dict[str, Any]], role: str, places: _Places) -> l
     parts: list[Part] = []
     for part in content:
         names = {str(name) for name, value in part.items() if value is not None}
-        places.unused_fields |= names - _PART_FIELDS
+        for name in names - _PART_FIELDS:
+            places.notices.add(f"`{name[:40]}` of a content part is not used")
         fields = ("text", *_KINDS)  # Qwen-VL's parts have no type
         part_type = part.get("type") or next((name for name in fields if part.get(name)), None)
         kind = _KINDS.get(part_type) if isinstance(part_type, str) else None
