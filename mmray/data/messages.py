@@ -167,29 +167,13 @@ def message_text(message: Message) -> str:
 
 
 def answer_question(question: str, answer: str, kinds: Sequence[str]) -> list[Message]:
-    """Return a conversation of one question about media, and its answer.
-
-    Returns:
-        Two messages. The first is {"role": "user", "content": parts}: a part {"type": kind, "text":
-        None} for each medium, then {"type": "text", "text": question}. The second is {"role":
-        "assistant", "content": [{"type": "text", "text": answer}]}.
-    """
+    """Return a conversation of one question, after a part for each medium, and its answer."""
     asked: Message = {"role": "user", "content": [_text_part(question)]}
     return insert_media([asked, {"role": "assistant", "content": [_text_part(answer)]}], kinds)
 
 
 def insert_media(messages: list[Message], kinds: Sequence[str]) -> list[Message]:
-    """Insert parts for media before the content of the first user message.
-
-    Args:
-        messages: A conversation, a list of {"role", "content"} whose contents are lists of parts,
-            with at least one user message; not changed.
-        kinds: The type of each part to insert: `image`, `video` or `audio`. The parts are {"type":
-            kind, "text": None}.
-
-    Returns:
-        A new list; messages other than the first user message are shared with the argument.
-    """
+    """Return a conversation with parts for media before the content of the first user message."""
     first = next(number for number, each in enumerate(messages) if each["role"] == "user")
     content = [_media_part(kind) for kind in kinds] + messages[first]["content"]
     return [*messages[:first], messages[first] | {"content": content}, *messages[first + 1 :]]

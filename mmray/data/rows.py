@@ -440,14 +440,7 @@ def split_names(text: str) -> tuple[str, ...]:
 
 def source_columns(columns: Mapping[str, str], *names: str) -> tuple[str, ...]:
     """Return the columns of the source for some of mmray's columns: one for each, or several of
-    texts.
-
-    Args:
-        names: mmray's column names, of COLUMNS in mmray.builtin; without an entry the column of
-            the source has the same name.
-
-    Returns:
-        Names of columns of the source, such as (`alt`, `synthetic`) for `text`.
+    texts, such as (`alt`, `synthetic`).
     """
     theirs: list[str] = []
     for ours in names:
@@ -483,12 +476,7 @@ def _named_texts(values: dict[str, Any], names: tuple[str, ...]) -> list[dict[st
 
 
 def to_utf8(text: str) -> str:
-    """Escape what UTF-8 cannot encode, because file names and JSON may contain lone surrogates.
-
-    Returns:
-        The text, in which a backslash and five characters, such as `udcff`, replace each lone
-        surrogate (half of a UTF-16 pair).
-    """
+    """Escape lone surrogates, which file names and JSON may contain and UTF-8 cannot encode."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -597,12 +585,8 @@ def _is_base64(text: str) -> bool:
 
 
 def check_suffix(name: str) -> None:
-    """Raise BadRow for a file of an image format that is not read.
-
-    A camera's raw file is a TIFF of which only a thumbnail would be decoded.
-
-    Args:
-        name: Path of the file, such as `a/1.svg`; only its suffix is checked.
+    """Raise BadRow for a file of an image format that is not read: of a camera's raw file, a TIFF,
+    only a thumbnail would be decoded.
     """
     if name.lower().endswith(UNREAD_SUFFIXES):
         suffix = PurePosixPath(name).suffix.lower()

@@ -105,21 +105,8 @@ def encode_row(
     not used, so that `prepare` counts them.
 
     An image, audio or video becomes {"path": text or None, "bytes": encoded bytes, or None if they
-    cannot be read}, and a conversation a JSON text.
-
-    Args:
-        row: Values by column name of the dataset; an image is a PIL image, an array, bytes or a
-            path.
-        columns: Names in the dataset by mmray's column names, such as {"text": "title"}; a column
-            without an entry has mmray's name.
-        keep: Names of other columns to return, or ("all",); `prepare.keep`.
-
-    Returns:
-        Values by the column names of the dataset, such as {"image": {"path": ..., "bytes": ...},
-        "title": "a dog"}.
-
-    Raises:
-        DataError: No column has images, or none has texts.
+    cannot be read}, and a conversation a JSON text. Raises DataError if no column has images, or
+    none has texts.
     """
     names = {theirs: name for name in known_columns({}) for theirs in source_columns(columns, name)}
     names |= {name: name for name in (row if keep == (KEEP_ALL,) else keep) if name not in names}

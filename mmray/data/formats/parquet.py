@@ -74,14 +74,8 @@ class ParquetSource(Source):
         return not {f"{folder}.parquet" for folder in image_folders} <= set(names)
 
     def cumulative_rows(self, name: str) -> tuple[list[int] | None, pa.Schema]:
-        """Read the row counts and the schema of a file from its metadata.
-
-        Returns:
-            Cumulative numbers of rows, up to the end of each row group, such as [100, 200, 230],
-            or None if they are known only after reading, and the Arrow schema.
-
-        Raises:
-            OSError, pyarrow.ArrowException: The file cannot be read.
+        """Return the numbers of rows up to the end of each row group, None if they are known only
+        after reading, and the Arrow schema. Raises OSError or pyarrow.ArrowException.
         """
         with open_sequential(self.folder / name) as raw:
             file = pq.ParquetFile(raw)
@@ -179,11 +173,8 @@ class ParquetSource(Source):
         return self.columns.get("label", "label")
 
     def features(self, name: str, schema: pa.Schema) -> dict[str, Any]:
-        """Return the column types that Hugging Face `datasets` stored in a file.
-
-        Returns:
-            By column name its feature as JSON, such as {"label": {"_type": "ClassLabel", "names":
-            [...]}}; {} if none are stored.
+        """Return the column types that Hugging Face `datasets` stored in a file, such as {"label":
+        {"_type": "ClassLabel", "names": [...]}}.
         """
         metadata = orjson.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         features: dict[str, Any] = metadata.get("info", {}).get("features", {})

@@ -234,10 +234,8 @@ class Source(ABC):
         return max(rows_per_chunk, grown)
 
     def visible_files(self) -> list[str]:
-        """Return the sorted paths of the files in the folder and its subfolders, relative to it.
-
-        Hidden files, and those that an operating system adds, are left out. The first call reuses
-        the listing of format detection, if there was one.
+        """Return the sorted paths of the files in the folder and its subfolders, without hidden
+        ones.
         """
         return list(self._files) or list_visible_files(self.folder)
 
@@ -246,18 +244,8 @@ class Source(ABC):
         return self.title
 
     def files_with_suffix(self, suffix: str | tuple[str, ...]) -> list[str]:
-        """Return the files of the source that have one of some suffixes.
-
-        Args:
-            suffix: Suffix or suffixes in lower case, such as `.tar`; the case of names is ignored.
-                Not used if the source is a single file.
-
-        Returns:
-            Paths relative to the folder of the source, sorted; of a source that is a single file
-            only this one.
-
-        Raises:
-            DataError: A name is not plain UTF-8.
+        """Return the sorted paths of the files with some suffixes in lower case; of a source that
+        is a single file only this one. Raises DataError if a name is not plain UTF-8.
         """
         names = (
             [self.name]
@@ -421,12 +409,7 @@ class Source(ABC):
 
 
 def known_columns(columns: Mapping[str, str]) -> set[str]:
-    """Return the names of the columns of a source that mmray reads, whether it has them or not.
-
-    Args:
-        columns: Names in the source by mmray's column names, such as {"text": "title"}; a column
-            without an entry has mmray's name.
-    """
+    """Return the names of the columns of a source that mmray reads, whether it has them or not."""
     return set(source_columns(columns, *COLUMNS, *CHAT_COLUMNS))
 
 
@@ -514,37 +497,20 @@ def changed_error(file: str) -> DataError:
 
 
 def file_signature(folder: AnyPath, name: str) -> tuple[int, str]:
-    """Return the size of a file, and a digest that detects a change of it without reading it.
-
-    Returns:
-        The size in bytes, and the SHA-256, in hexadecimal, of its name, size and modification time.
-    """
+    """Return the size of a file, and a digest of its name, size and modification time."""
     stat = (folder / name).stat()
     signature = hashlib.sha256(repr((name, stat.st_size, stat.st_mtime_ns)).encode()).hexdigest()
     return stat.st_size, signature
 
 
 def check_unchanged(folder: AnyPath, chunk: SourceChunk) -> None:
-    """Raise DataError if the file of a chunk changed after it was scanned.
-
-    Args:
-        chunk: A part of a file; its `signature` is a hash of name, size and modification time of
-            the file when it was scanned.
-    """
+    """Raise DataError if the file of a chunk changed after it was scanned."""
     if file_signature(folder, chunk.file)[1] != chunk.signature:
         raise changed_error(chunk.file)
 
 
 def read_head(folder: AnyPath, name: str, size: int = 64) -> bytes:
-    """Return the first bytes of a file.
-
-    Args:
-        name: Path of the file in it.
-        size: Number of bytes; a shorter file is returned completely.
-
-    Raises:
-        DataError: The file does not exist or cannot be read.
-    """
+    """Return the first bytes of a file, at most `size`. Raises DataError."""
     path = folder / name
     try:
         with open_sequential(path) as file:

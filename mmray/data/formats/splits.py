@@ -31,11 +31,8 @@ _PARTITION = re.compile(r"split=([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 
 
 def split_of_folder(name: str) -> str | None:
-    """Return the split that the name of one folder means: `val2017` is val, `split=dev` is dev.
-
-    Returns:
-        `train`, `test`, `val`, `valid`, `validation`, `dev` or `eval`, or VALUE of a folder
-        `split=VALUE`; None for any other name, such as `train_station`.
+    """Return the split that the name of one folder means: `val2017` is val, `split=dev` is dev;
+    None for any other name, such as `train_station`.
     """
     if partition := _PARTITION.fullmatch(name):
         return partition[1]
@@ -66,29 +63,19 @@ def splits_of_folders(names: Collection[str]) -> dict[str, str | None]:
 
 
 def split_of_file(path: str) -> str | None:
-    """Return the split that a path means, by its folders or its file name.
-
-    The outermost folder with the name of a split counts, otherwise the file name. There the word
-    must not be part of a longer one: `train-00000-of-00001.parquet` is train, `cc3m_val_0001.tar`
-    is val, and `contest.tar` has no split.
-
-    Returns:
-        `train`, a held-out split (`test`, `val`, `valid`, `validation`, `dev` or `eval`), or the
-        value of a folder `split=VALUE`; None if the path names no split.
-    """
+    """Return the split that a path means, see `splits_of_paths`."""
     return splits_of_paths([path])[path]
 
 
 def splits_of_paths(paths: Sequence[str]) -> dict[str, str | None]:
-    """Return the split that each path means, by its folders or its file name.
-
-    Args:
-        paths: Relative paths, with `/`.
+    """Return the split that each path means: that of the outermost folder that means one, otherwise
+    of the file name. There the word must not be part of a longer one:
+    `train-00000-of-00001.parquet` is train, `cc3m_val_0001.tar` is val, and `contest.tar` has no
+    split.
 
     Returns:
-        By path the split of the outermost folder that means one, otherwise of the file name:
-        `train`, `test`, `val`, `valid`, `validation`, `dev`, `eval`, or VALUE of a folder
-        `split=VALUE`; None if the path names no split.
+        By path `train`, a held-out split (`test`, `val`, `valid`, `validation`, `dev` or `eval`),
+        or the value of a folder `split=VALUE`; None without one.
     """
     levels: dict[int, set[str]] = defaultdict(set)
     for path in paths:
@@ -111,11 +98,7 @@ def splits_of_files(paths: Sequence[str]) -> dict[str, str | None]:
 
     Names define splits if all have one, if there are two different ones, or if one is held out: a
     single folder `train` next to `bus` may be the vehicle, but rows named `test` must not be
-    trained on. Files without a split next to others with one become `train` when the set is
-    assembled.
-
-    Returns:
-        Split by path, such as {"val/0.tar": "val", "0.tar": None}.
+    trained on.
     """
     splits = splits_of_paths(paths)
     names = set(splits.values())

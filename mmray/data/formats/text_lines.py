@@ -296,16 +296,7 @@ class JsonlSource(Source):
 
 
 def parse_json(data: bytes, strict: bool = True) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Args:
-        data: Its UTF-8 bytes.
-        strict: Whether infinities and repeated names are errors. NaN is always accepted. False: of
-            a repeated name the last value counts.
-
-    Raises:
-        BadRow: With stage `parse` and reason `json`, `encoding` or `too-long` (over 16 MiB).
-    """
+    """Parse a JSON object, see `load_json`. Raises BadRow."""
     values = load_json(data, strict)
     if not isinstance(values, dict):
         raise BadRow("parse", "json", f"must be an object {{...}} (got {type(values).__name__})")

@@ -117,9 +117,7 @@ def _class_number(label: str, class_names: Sequence[str]) -> int:
 
 def class_name(label: str) -> str:
     """Return the name of a class for captions: the label with spaces instead of underscores, in
-    composed Unicode (NFC).
-
-    Spaces at its ends are removed, and lone surrogates escaped.
+    composed Unicode (NFC), with lone surrogates escaped.
     """
     return to_utf8(unicodedata.normalize("NFC", label.strip().replace("_", " ")))
 

@@ -144,10 +144,8 @@ class Manifest:
 
     @property
     def has_image_checksums(self) -> bool:
-        """Whether the digests of the shards cover the bytes of the images.
-
-        They do not if the set is index-only and was prepared
-        with `check` `none`, so that no image was read.
+        """Whether the digests of the shards cover the bytes of the images: not of an index-only set
+        that was prepared with `check` `none`, so that no image was read.
         """
         return not self.is_index_only or self.settings.get("check", "full") != "none"
 
@@ -171,12 +169,7 @@ class RowCounts:
         self._media: Counter[tuple[str, str]] = Counter()
 
     def add(self, split: str | None, language: str | None, kinds: str, number: int = 1) -> None:
-        """Count rows.
-
-        Args:
-            split: Their split; None: none.
-            language: Their language; None: unknown.
-        """
+        """Count rows of a split."""
         if language:
             self._languages[language] += number
         self._media[split or "", kinds] += number

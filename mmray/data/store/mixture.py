@@ -106,23 +106,10 @@ class PreparedMixture:
         return next((text for each in self.sets if (text := each.tokenizer_json)), None)
 
     def read(self, rows: np.ndarray, whole_blocks: bool = True) -> list[Row]:
-        """Read rows by their numbers: first those of the first set, then those of the next one.
+        """Read rows by their numbers as PreparedSet.read; their keys are `SET/KEY`.
 
         Args:
-            rows: Row numbers int64 [N], in any order; duplicates are allowed.
-            whole_blocks: If a set has a cache, fetch the complete blocks of these rows into it:
-                groups of adjacent rows. False: read only rows that are not in it from the store.
-
-        Returns:
-            The N rows in the order of `rows`, each a Row: `key`, `media` (with encoded bytes as
-            `data`), `texts` or `messages`, `label` (None: none) and others. Their keys are
-            `SET/KEY`.
-
-        Raises:
-            IndexError: A number is outside the sets.
-            OSError: A file is missing or cannot be read.
-            ValueError: A shard is damaged; or (BadRow) an image cannot be read that a set only
-                refers to.
+            rows: Row numbers int64 [N]: first those of the first set, then those of the next one.
         """
         rows = np.asarray(rows, np.int64)
         if rows.size and (rows.min() < 0 or rows.max() >= self.num_rows):
@@ -136,14 +123,8 @@ class PreparedMixture:
         return out  # type: ignore[return-value]  # every row belongs to a set
 
     def fetch_blocks(self, rows: np.ndarray) -> None:
-        """Fetch the blocks of rows into the caches of the sets that have one.
-
-        Args:
-            rows: Row numbers int64 [N]: first those of the first set, then those of the next one.
-
-        Raises:
-            OSError: A file cannot be read.
-            ValueError: A shard is shorter than its table states.
+        """Fetch the blocks of rows into the caches of the sets that have one. Raises OSError, and
+        ValueError for a shard that is shorter than its table states.
         """
         for number, _, in_set in self._by_set(rows):
             self.sets[number].fetch_blocks(in_set)

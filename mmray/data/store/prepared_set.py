@@ -121,28 +121,18 @@ class PreparedSet:
         return cls(folder, manifest, split)
 
     def with_cache(self, cache: ShardCache, shuffle_block: int) -> PreparedSet:
-        """Return this set with a cache on the local disk for reads from an object store.
-
-        Args:
-            cache: The cache; not used if the set is on a local disk.
-        """
+        """Return this set with a cache, which is not used if the set is on a local disk."""
         return replace(self, cache=cache, shuffle_block=shuffle_block)
 
     def with_captions(self, weights: Mapping[str, float]) -> PreparedSet:
-        """Return this set, whose rows have the texts of some columns of the source only.
-
-        Returns:
-            A set with the same rows and numbers; `texts` of its rows are limited to these columns,
-            maybe to none, and `text_weights` are their frequencies.
+        """Return this set, whose rows have the texts of some columns of the source only, maybe
+        none, and their frequencies as `text_weights`.
         """
         return replace(self, captions=weights)
 
     def with_label_numbers(self, numbers: Mapping[int, int]) -> PreparedSet:
-        """Return this set with other labels.
-
-        Args:
-            numbers: The new label by the stored one; others that are not negative become
-                UNKNOWN_CLASS.
+        """Return this set with a new label for each stored one; labels without an entry that are
+        not negative become UNKNOWN_CLASS.
         """
         return replace(self, label_numbers=numbers)
 
@@ -240,21 +230,8 @@ class PreparedSet:
         return out
 
     def read_without_references(self, rows: np.ndarray) -> list[Row]:
-        """Read rows by their numbers, without reading images that the set only refers to.
-
-        The images of an index-only set are in its source; their bytes are then empty.
-
-        Args:
-            rows: Row numbers int64 [N], in any order.
-
-        Returns:
-            The N rows in this order, each a Row: `key`, `media` (with encoded bytes as `data`),
-            `texts` or `messages`, `label` (None: none) and others.
-
-        Raises:
-            IndexError: A number is outside the set.
-            OSError: A shard cannot be read.
-            ValueError: A shard is damaged; the message has its name.
+        """Read rows as `read`, without the images of an index-only set; their bytes are then
+        empty.
         """
         return self._read_batches(rows)
 
@@ -273,30 +250,15 @@ class PreparedSet:
         return RangeReader(self.image_folder)
 
     def keys(self, rows: np.ndarray | None = None) -> list[str]:
-        """Return the keys of rows, without reading their images.
-
-        Args:
-            rows: Row numbers int64 [N]; None: all rows.
-
-        Returns:
-            The N keys in this order, such as `shapes-00012`.
-        """
+        """Return the keys of rows, of all rows without numbers, without reading their images."""
         return self._read_batches(np.arange(self.num_rows) if rows is None else rows, "key")
 
     def texts(self, rows: np.ndarray) -> list[list[str]]:
-        """Return the captions of rows, without reading images that the set only refers to.
-
-        Args:
-            rows: Row numbers int64 [N].
-        """
+        """Return the captions of rows, without reading images that the set only refers to."""
         return self._read_batches(rows, "texts")
 
     def stored_labels(self, rows: np.ndarray) -> list[int | None]:
-        """Return the labels of rows as they are stored, None for a row without one.
-
-        Args:
-            rows: Row numbers int64 [N].
-        """
+        """Return the labels of rows as they are stored, None for a row without one."""
         return self._read_batches(rows, "label")
 
     def columns(self, rows: np.ndarray) -> list[dict[str, Any]]:
@@ -369,16 +331,8 @@ class PreparedSet:
         return row if self.captions is None else row.with_captions(self.captions)
 
     def fetch_blocks(self, rows: np.ndarray) -> None:
-        """Fetch the blocks of rows into the cache on the local disk.
-
-        Without effect if the set has no cache.
-
-        Args:
-            rows: Row numbers int64 [N], whose blocks are fetched.
-
-        Raises:
-            OSError: A file cannot be read.
-            ValueError: A shard is shorter than its table states.
+        """Fetch the blocks of rows into the cache on the local disk, if the set has one. Raises
+        OSError, and ValueError for a shard that is shorter than its table states.
         """
         if self.is_cached:
             self._shard_reader.fetch_blocks(list(self._requests(rows)))

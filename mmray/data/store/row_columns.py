@@ -100,10 +100,5 @@ def common_type(first: str | None, second: str | None, are_fields: bool = False)
 
 
 def column_types(columns: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Return the type of each column of a set by name, over all folders of column files.
-
-    Args:
-        columns: Types by name, by folder in `columns/` of the set, as in its manifest:
-            `{"kept": {"width": "int64"}, "clip": {"clip": "double"}}`.
-    """
+    """Return the type of each column of a set by name, over all folders of column files."""
     return {name: kind for types in columns.values() for name, kind in types.items()}

@@ -121,16 +121,9 @@ class ShardReader:
         parallel_map(lambda fetch: self._read_fetched(fetch, consume, refresh), fetches)
 
     def fetch_blocks(self, requests: Sequence[ReadRequest]) -> None:
-        """Fetch blocks from the store into the cache on the local disk, one after the other; those
-        that are in the cache are not fetched again.
-
-        Args:
-            requests: Rows of record batches. The `block` of each request, which contains its record
-                batch, is fetched completely, once if requests share it.
-
-        Raises:
-            OSError: A file cannot be read.
-            ValueError: A shard is shorter than its table states.
+        """Fetch the blocks of requests into the cache, one after the other; those that are in it
+        are not fetched again. Raises OSError, and ValueError for a shard that is shorter than its
+        table states.
         """
         fetches = list(self._plan(requests, whole_blocks=True))
         random.shuffle(fetches)

@@ -203,12 +203,10 @@ class ShardTable:
         return MappedFile.write(folder, "shards-{}.arrow", self.data)
 
     def with_dropped(self, dropped: Mapping[int, np.ndarray]) -> ShardTable:
-        """Return a copy of the table in which some shards have other dropped rows (rows that are
-        not part of the set). It is in memory and has no file.
+        """Return a copy of the table, without a file, in which some shards have other dropped rows.
 
         Args:
-            dropped: All dropped rows of a shard, by index of the shard in this table: sorted row
-                numbers in the shard, int64. Other shards keep theirs.
+            dropped: Sorted row numbers in the shard, int64, by index of the shard.
         """
         lists = [dropped.get(number, self.dropped(number)) for number in range(len(self))]
         index = _SCHEMA.get_field_index("dropped")
@@ -259,14 +257,7 @@ class ShardTable:
         return self.num_rows - self._dropped.lengths
 
     def of_split(self, split: str | None) -> np.ndarray:
-        """Return the numbers of the shards with the rows of a split.
-
-        Args:
-            split: Name of the split, such as `train`; None: all shards.
-
-        Returns:
-            Sorted indices in this table, int64.
-        """
+        """Return the sorted indices of the shards of a split, int64; of all shards for None."""
         if split is None:
             return np.arange(len(self))
         return np.flatnonzero([each == split for each in self._columns["split"].to_pylist()])
@@ -287,21 +278,11 @@ class ShardTable:
         return str(self._columns["sha256"][number].as_py())
 
     def dropped(self, number: int) -> np.ndarray:
-        """Return which rows of a shard are not part of the set, because they are duplicates or
-        contaminated.
-
-        Returns:
-            Sorted row numbers in the shard, int64; empty if all rows are part of the set.
-        """
+        """Return the sorted numbers of the rows of a shard that are not part of the set, int64."""
         return self._dropped[number]
 
     def offsets(self, number: int) -> np.ndarray:
-        """Return the byte offsets of the Arrow record batches in the file of a shard.
-
-        Returns:
-            int64 [batches + 1]: record batch b is at bytes offsets[b] to offsets[b + 1]
-            (exclusive).
-        """
+        """Return the byte offsets of the record batches of a shard, int64 [batches + 1]."""
         return self._offsets[number]
 
     def fingerprint(self, numbers: np.ndarray) -> str:

@@ -107,13 +107,6 @@ class ShardWriter:
 def open_shard(folder: AnyPath, name: str, split: str | None = None) -> Iterator[ShardWriter]:
     """Context manager that opens a shard for writing; the file appears when the block ends without
     an error.
-
-    Args:
-        split: Split of all its rows; None: none.
-
-    Yields:
-        A ShardWriter; rows are added with `append(row)`, and `entry()` returns the manifest's entry
-        after the last.
     """
     with open_output(folder / name) as stream, pa.ipc.new_file(stream, SCHEMA) as writer:
         shard = ShardWriter(folder, name, split, stream, writer)

@@ -202,13 +202,7 @@ class Row:
 
 
 def to_row(values: dict[str, Any]) -> Row:
-    """Convert the values of a row as a shard stores them to a Row.
-
-    Args:
-        values: The columns of a shard: `key`, `texts`, `label`, `split` and the other fields of Row
-            by name, and `media`, a list of dicts with `kind`, `data`, `sha256`, `width`, `height`
-            and the other fields of Media.
-    """
+    """Convert the values of a row as a shard stores them, by name of the column, to a Row."""
     row = Row(**values | {"media": [Media(**media) for media in values["media"]]})
     for message in row.messages or ():
         message |= orjson.loads(message.pop("fields", None) or "{}")
@@ -227,13 +221,8 @@ def to_stored(messages: Sequence[Message] | None) -> list[Message] | None:
 
 
 def hash_key(key: str) -> int:
-    """Return the hash of a row key, which is the column `key` of a training batch.
-
-    Args:
-        key: Key of the row in its set, such as `shapes-00012`.
-
-    Returns:
-        A signed 64-bit integer, the same in every process.
+    """Return the hash of a row key, which is the column `key` of a training batch: a signed 64-bit
+    integer, the same in every process.
     """
     return int.from_bytes(
         hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True
