@@ -48,8 +48,7 @@ def normalize_values(
         caption_template: Caption of a row with a class, with `{}` for its name: `a photo of a {}`.
 
     Returns:
-        A new dict of the values by the same names, such as {"image": ..., "texts": ["a dog"],
-        "label": 3}, without missing ones.
+        A new dict of the values by the same names, without missing ones.
 
     Raises:
         BadRow: An id or a label is a float that may be a rounded integer, or a label is none of

@@ -134,7 +134,8 @@ class WebDatasetSource(Source):
                 )
             if len(extensions) < _MAX_COMPARED_SAMPLES:
                 extensions[stem] = frozenset(sample)
-            yield number, f"{chunk.file}/{stem}", sample
+            bad = next((each for each in sample.values() if isinstance(each, BadRow)), None)
+            yield number, f"{chunk.file}/{stem}", bad or sample
         check_unchanged(self.folder, chunk)
 
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
@@ -145,12 +146,7 @@ class WebDatasetSource(Source):
                 row.values.setdefault("split", split)
             yield row
 
-    def parse(self, record: Sample) -> dict[str, Any]:
-        members: dict[str, TarMember] = {}
-        for extension, member in record.items():
-            if isinstance(member, BadRow):
-                raise member
-            members[extension] = member
+    def parse(self, members: dict[str, TarMember]) -> dict[str, Any]:
         values: dict[str, Any] = {}
         kept: dict[str, Any] = {}
         parsed: dict[str, Any] = {}
