@@ -257,6 +257,20 @@ class CsvSource(JsonlSource):
         for line, location, record in super().records(chunk):
             yield line, location, (layout, record)
 
+    def labels(self, chunks: Sequence[SourceChunk]) -> Iterator[str]:
+        theirs = self.columns.get("label", "label")
+        for chunk in chunks:
+            names = self._layout(chunk.file).names
+            if theirs not in names:
+                continue
+            number = names.index(theirs)
+            # Without parsing the other fields, which takes five times as long.
+            for _, _, (_, record) in self.records(chunk):
+                with suppress(BadRow):
+                    fields = _cut(_decode_fields(record), names)
+                    if len(fields) == len(names) and fields[number]:
+                        yield fields[number]
+
     def parse(self, record: tuple[_Layout, list[str] | BadRow]) -> dict[str, Any]:
         layout, fields_or_error = record
         names = layout.names
