@@ -34,7 +34,6 @@ from mmray.cluster.capacity import Demand
 from mmray.cluster.placement import free_address
 from mmray.cluster.ray_internals import run_train_controller
 from mmray.data.stream.actors import rank_blocks
-from mmray.data.stream.stream import RankBlocks
 from mmray.engine.heartbeat import Heartbeat, describe_process
 from mmray.engine.worker_context import DriverHandle
 from mmray.errors import DeviceError, MmrayError, is_device_error
@@ -246,10 +245,10 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
     coordinator = arguments["coordinator"]
     context = arguments["context"]
     start = arguments["resume_point"]
-    rank = ray.train.get_context().get_world_rank()
+    worker = ray.train.get_context()
+    rank = worker.get_world_rank()
     stop = threading.Event()
     must_yield = threading.Event()
-    streams: list[RankBlocks] = []  # has the stream of this rank, once it has started
 
     def send_heartbeat(record: dict[str, Any]) -> bool:
         """Send a heartbeat, and read the driver's requests; none if it does not answer."""
@@ -263,8 +262,7 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
             stop.set()
         if yield_requested:
             must_yield.set()
-            for stream in streams:
-                stream.update_pool()  # the rank may be evaluating
+            blocks.update_pool()  # the rank may be evaluating
         else:
             must_yield.clear()
         return bool(stacks_requested)
@@ -283,13 +281,12 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
             context.reader,
             start,
             rank,
-            ray.train.get_context().get_local_world_size(),
+            worker.get_local_world_size(),
             context.config.data.block_mb,
             arguments["decoders"],
             lambda text: coordinator.push.remote({"note": text, "label": "data"}),
             must_yield.is_set,
         )
-        streams.append(blocks)
         output = RankOutput(sys.stdout, f"rank {rank}", coordinator.push.remote)
         with heartbeat.running(start.step), closing(blocks), redirect_stdout(output):
             driver.stage(IMPORTING)
@@ -299,8 +296,7 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
 
             from mmray.engine.worker import train_worker
 
-            device = get_device()
-            return train_worker(context, start, blocks, device, driver)
+            return train_worker(context, start, blocks, get_device(), driver)
     except Exception as error:
         if is_device_error(error):
             raise DeviceError.from_error(error, _device_of(rank), node) from None
