@@ -13,16 +13,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mmray.errors import UsageError
 from mmray.machine import LOOPBACK, set_network_interface
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -217,6 +220,23 @@ class Group:
         values = [value]
         dist.broadcast_object_list(values, src=0)
         return values[0]
+
+    def call_on_rank0(self, function: Callable[[], Result]) -> Result:
+        """Return what a function returns on rank 0, on every rank; the others do not call it.
+
+        Raises:
+            UsageError: The function raised it; on every rank.
+        """
+        outcome: Any = None
+        if self.rank == 0:
+            try:
+                outcome = function()
+            except UsageError as error:
+                outcome = error
+        outcome = self.broadcast_object(outcome)
+        if isinstance(outcome, UsageError):
+            raise outcome
+        return outcome
 
 
 def join_process_group(backend: str, timeout_s: float, ip: str = LOOPBACK, **where: Any) -> None:

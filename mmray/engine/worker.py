@@ -268,19 +268,14 @@ def _frozen_base(
 
     Raises UsageError on every rank.
     """
-    outcome: str | UsageError = ""
-    if group.rank == 0:
+
+    def checked_hash() -> str:
         base = lora.frozen_base(model, weights)
-        outcome = base.sha256
-        try:
-            if saved is not None:
-                base.check(saved)
-        except UsageError as error:
-            outcome = error
-    outcome = group.broadcast_object(outcome)
-    if isinstance(outcome, UsageError):
-        raise outcome
-    return FrozenBase(weights, outcome, lora.frozen_names(model))
+        if saved is not None:
+            base.check(saved)
+        return base.sha256
+
+    return FrozenBase(weights, group.call_on_rank0(checked_hash), lora.frozen_names(model))
 
 
 def _callbacks(
@@ -420,18 +415,17 @@ def build_model(config: Config, group: Group, architecture: Architecture, resume
         # A user's class may compute on the CPU with its weights.
         on_cpu = sharded or may_read_weights or spec.kind not in KINDS
         return build_on("cpu" if on_cpu else group.device, spec, spec.vocab_size, architecture)
-    model: Model | None = None
-    outcome: Architecture | UsageError = architecture
-    if group.rank == 0 and not resumes:
-        try:
-            model = build(spec, spec.vocab_size, None)
-            outcome = model.architecture()
-        except UsageError as error:
-            outcome = error
-    outcome = group.broadcast_object(outcome)
-    if isinstance(outcome, UsageError):
-        raise outcome
-    return build_on("meta", spec, spec.vocab_size, outcome) if model is None else model
+    on_rank0: list[Model] = []
+
+    def build_on_rank0() -> Architecture:
+        on_rank0.append(build(spec, spec.vocab_size, None))
+        return on_rank0[0].architecture()
+
+    if not resumes:
+        architecture = group.call_on_rank0(build_on_rank0)
+    if on_rank0:
+        return on_rank0[0]
+    return build_on("meta", spec, spec.vocab_size, architecture)
 
 
 def _load_fn(
