@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from mmray.bench.hand_loops import train_by_hand
 from mmray.bench.results import compare, describe_machine
 from mmray.bench.step import (
     WARMUP_STEPS,
@@ -33,7 +35,6 @@ from mmray.data.stream.token_batches import TokenPlan
 from mmray.data.vlm.chat_template import RowError
 from mmray.data.vlm.encoder import EncodedRow, ProcessorEncoder
 from mmray.engine import loop
-from mmray.engine import optimizer as optimizers
 from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
 from mmray.engine.precision import select_precision
@@ -207,39 +208,40 @@ class _Bench:
         model: Any = deepcopy(self.model).train()
         model.to(self.group.device)
         model.packed = False
-        collate = model.collator()
-        precision = select_precision(self.config.train.precision, self.group.device)
-        optimizer = optimizers.build_optimizer(model, self.config.optimizer)
         timer = StepTimer(self.group.device, until=steps)
-        loss = 0.0
-        for step in range(steps):
-            optimizers.set_lr(optimizer, optimizers.lr_at(step, self.config.optimizer, steps))
-            first = step * self.global_batch_size
-            numbers = [(first + index) % len(self.rows) for index in range(self.global_batch_size)]
-            rows = [self.rows[number] for number in numbers]
-            num_targets = torch.tensor(sum(np.count_nonzero(row.loss_weights[1:]) for row in rows))
-            loss = 0.0
-            for start in range(0, len(rows), self.micro):
-                batch = collate(rows[start : start + self.micro])
-                batch = {name: each.to(self.group.device) for name, each in batch.items()}
-                with precision.autocast():
-                    output = _loss_of_transformers(model, batch, num_targets)
-                output.backward()
-                loss += output.item()
-            nn.utils.clip_grad_norm_(model.parameters(), self.config.optimizer.clip_norm)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            timer.on_step(step + 1)
+        precision = select_precision(self.config.train.precision, self.group.device)
+        batches = self._padded(model.collator())
+        loss_of = partial(_loss_of_transformers, model)
+        loss = train_by_hand(model, batches, loss_of, self.config, precision, steps, timer.on_step)
         return timer.took_s, loss
 
+    def _padded(self, collate: Any) -> Iterator[list[Batch]]:
+        """Yield the padded micro-batches of each step, with the number of targets of the step."""
+        remaining = cycle(self.rows)
+        while True:
+            rows = list(islice(remaining, self.global_batch_size))
+            num_targets = sum(np.count_nonzero(row.loss_weights[1:]) for row in rows)
+            micro_batches = []
+            for start in range(0, len(rows), self.micro):
+                batch = collate(rows[start : start + self.micro])
+                batch["num_targets"] = torch.tensor(num_targets)
+                micro_batches.append(
+                    {name: column.to(self.group.device) for name, column in batch.items()}
+                )
+            yield micro_batches
 
-def _loss_of_transformers(model: Any, batch: Batch, num_targets: torch.Tensor) -> torch.Tensor:
+
+def _loss_of_transformers(model: Any, batch: Batch) -> torch.Tensor:
     """Return the loss that the transformers model computes from padded rows and labels."""
     ids = batch["input_ids"]
     labels = torch.full_like(ids, IGNORE_INDEX).flatten()
     labels[batch["target_index"] + 1] = batch["targets"]
     inputs = model.model_inputs(batch)
+    num_targets = inputs.pop("num_targets")
     output: torch.Tensor = model.net(
-        **inputs, labels=labels.view_as(ids), num_items_in_batch=num_targets, use_cache=False
+        **inputs,
+        labels=labels.view_as(ids),
+        num_items_in_batch=num_targets,
+        use_cache=False,
     ).loss
     return output

@@ -26,7 +26,8 @@ MODEL_INPUTS = ("image", "input_ids", "attention_mask")
 
 def train_by_hand(
     model: nn.Module,
-    batches: Iterator[Batch],
+    batches: Iterator[list[Batch]],
+    loss_of: Callable[[Batch], Tensor],
     config: Config,
     precision: Precision,
     steps: int,
@@ -37,8 +38,8 @@ def train_by_hand(
 
     Args:
         model: The model, on the device and not wrapped.
-        batches: One batch per step, on the device: `image` uint8 [B, 3, S, S], `input_ids` and
-            `attention_mask` int64 [B, T].
+        batches: The micro-batches of each step, on the device.
+        loss_of: Called with a micro-batch; returns its part of the mean loss of the step.
         config: Settings of the optimizer, and `train.log_every`.
         precision: Autocast dtype of the forward pass, and its loss scaler.
         steps: Number of steps.
@@ -47,22 +48,25 @@ def train_by_hand(
     model.train()
     optimizer = optimizers.build_optimizer(model, config.optimizer)
     scaler = precision.scaler()
-    for step, batch in enumerate(islice(batches, steps)):
+    for step, micro_batches in enumerate(islice(batches, steps)):
         optimizers.set_lr(optimizer, lr_at(step, config.optimizer, steps))
-        with precision.autocast():
-            outputs = model(batch)
-        loss = baseline_loss(outputs)
-        scaler.scale(loss).backward()
+        losses = []
+        for micro_batch in micro_batches:
+            with precision.autocast():
+                loss = loss_of(micro_batch)
+            scaler.scale(loss).backward()
+            losses.append(loss.detach())
         scaler.unscale_(optimizer)
         if config.optimizer.clip_norm > 0:
             nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
+        last_loss = torch.stack(losses).sum()
         if (step + 1) % config.train.log_every == 0:
-            loss.item()
+            last_loss.item()
         on_step(step + 1)
-    return loss.item()
+    return last_loss.item()
 
 
 def baseline_loss(outputs: dict[str, Tensor]) -> Tensor:

@@ -26,6 +26,7 @@ from torch import nn
 from mmray import objectives
 from mmray.bench.hand_loops import (
     Batch,
+    baseline_loss,
     compile_blocks,
     copy_ahead,
     copy_to,
@@ -48,7 +49,7 @@ from mmray.engine.parallel.transforms import (
     compile_branches,
 )
 from mmray.engine.precision import Precision, seed_everything, select_precision
-from mmray.engine.run_state import LoadCheckpointFn, LoopResult, TrainSpec
+from mmray.engine.run_state import LoopResult, TrainSpec
 from mmray.errors import (
     OutOfMemoryError,
     UsageError,
@@ -56,12 +57,13 @@ from mmray.errors import (
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
 from mmray.training.local import measure_in_worker
+from mmray.training.resolve import with_default_vocab
 
 if TYPE_CHECKING:
     from mmray.config import Config
 WARMUP_STEPS = 3  # not timed: allocation, compilation
 NUM_BATCHES = 4  # used in rotation
-VOCAB_SIZE = 30522  # BERT's; used if the config has none
+NUM_ROWS = 2**30  # so that no step has padding
 # steps -> seconds of the timed steps, and the last loss
 Window = Callable[[int], tuple[float, float]]
 
@@ -235,37 +237,21 @@ class Bench:
         """Rows of this rank in a step."""
         return len(self.batches[0]["valid"])
 
-    def train(
-        self,
-        model: nn.Module,
-        shape: BatchShape,
-        steps: int,
-        num_rows: int = 2**30,
-        first: int = 0,
-        load: LoadCheckpointFn | None = None,
-        **options: Any,
-    ) -> LoopResult:
+    def train(self, model: nn.Module, shape: BatchShape, steps: int, **options: Any) -> LoopResult:
         """Run mmray's training loop on the synthetic batches.
 
         Args:
-            steps: Total number of steps, with those before `first`.
-            num_rows: Number of valid rows; steps after them have padding.
-            first: First step that is taken, from 0; with `load` the step of the checkpoint.
-            load: Reads a checkpoint to resume from: called with a function (key of a saved tensor,
-                such as `model/log_scale`; meta tensor of its shape) that returns the tensor to read
-                it into, it returns the state, nested dicts of tensors and JSON values. None: start
-                at step 0.
+            options: Other fields of TrainSpec, such as `callbacks`.
         """
         plan = SamplePlan(
-            num_rows=num_rows,
+            num_rows=NUM_ROWS,
             global_batch_size=shape.global_batch_size,
             world_size=1,
             seed=self.config.train.seed,
             steps=steps,
         )
         spec = synthetic_run(self.config, self.group, model, plan, shape, **options)
-        batches = micro_batches(plan, shape, self.batches, first)
-        return loop.train_loop(spec, batches, load)
+        return loop.train_loop(spec, micro_batches(plan, shape, self.batches))
 
     def probe_memory(self, shape: BatchShape) -> tuple[BatchShape, dict[str, float]]:
         """Take a synthetic step to search the largest micro-batch that fits, and to measure its
@@ -356,7 +342,14 @@ class Bench:
         self, model: nn.Module, batches: Iterator[Batch], precision: Precision, steps: int
     ) -> tuple[float, float]:
         timer = StepTimer(self.group.device, until=steps)
-        loss = train_by_hand(model, batches, self.config, precision, steps, timer.on_step)
+
+        def loss_of(batch: Batch) -> torch.Tensor:
+            return baseline_loss(model(batch))
+
+        steps_of_one = ([batch] for batch in batches)
+        loss = train_by_hand(
+            model, steps_of_one, loss_of, self.config, precision, steps, timer.on_step
+        )
         return timer.took_s, loss
 
     def _rows(self, rows: int) -> Iterator[Batch]:
@@ -391,13 +384,7 @@ def synthetic_run(
     """Return the arguments of mmray's training loop for a run on synthetic batches.
 
     Args:
-        plan: Number of steps and rows.
-        shape: Global batch and micro-batch in rows.
         options: Other fields of TrainSpec, such as `callbacks`.
-
-    Returns:
-        A TrainSpec, the arguments of `train_loop`: `model`, `objective`, `plan`, `batch_shape` and
-        others.
     """
     return TrainSpec(
         model=model,
@@ -440,23 +427,17 @@ def micro_batches(
 
 
 def build_model(
-    config: Config,
-    group: Group,
-    architecture: dict[str, Any] | None = None,
-    double: bool = False,
+    config: Config, group: Group, architecture: dict[str, Any] | None = None
 ) -> tuple[Config, nn.Module]:
     """Build the model of a config as a worker does.
 
     Args:
         architecture: None: with the weights that the config names, {}: with random weights.
-        double: Whether the model is in float64.
     """
     seed_everything(config.train.seed, config.train.deterministic)
     config = config.replace(train=resolve_auto(config.train, group))
     configure_torch(config.train, group.device)
     model = build(config.model, config.model.vocab_size, architecture)
-    if double:
-        model.double()
     return config, apply_transforms(model, config.train, config.optimizer, group)
 
 
@@ -466,7 +447,6 @@ def build_bench(
     micro: int,
     log: MetricsLog | None = None,
     rank_rows: int | None = None,
-    double: bool = False,
 ) -> Bench:
     """Build the model of a config as a worker does, and synthetic batches for this rank.
 
@@ -475,18 +455,15 @@ def build_bench(
         group: This rank and its process group.
         log: Receives the metrics of mmray's loop; None: they are not written.
         rank_rows: Rows of this rank in a step, and of each synthetic batch; None: `micro`.
-        double: Whether the model is in float64.
 
     Returns:
         A Bench: `config` without `auto` in `train`, `group`, `model` (not wrapped), `batches`
         (four, on the CPU, in pinned memory if the device is a GPU), `micro` and `log`.
     """
-    trained = config.prepare.vocab_size if config.model.inputs.tokenizer == "trained" else 0
-    vocab_size = config.model.vocab_size or trained or VOCAB_SIZE
-    config = config.replace(model=config.model.replace(vocab_size=vocab_size))
-    config, model = build_model(config, group, architecture={}, double=double)
+    config, model = build_model(with_default_vocab(config), group, architecture={})
+    inputs = config.model.inputs
     batches = [
-        synthetic_batch(config.model.inputs, vocab_size, rank_rows or micro, "cpu", seed)
+        synthetic_batch(inputs, config.model.vocab_size, rank_rows or micro, "cpu", seed)
         for seed in range(NUM_BATCHES)
     ]
     if group.device.type == "cuda":

@@ -89,12 +89,6 @@ def dry_run(
 
     try:
         return probe_memory(state, make_batch, batch_shape)
-    except UnusedParametersError as error:
-        raise UsageError(
-            f"objective.kind `{config.objective.kind}` gives no gradient to {len(error.names)} "
-            f"parameters of the model, the first is {error.names[0]}: use another objective, or "
-            f"freeze them with --optimizer.freeze {' '.join(error.names[:3])}"
-        ) from error
     except KeyError as error:
         frames = extract_tb(error.__traceback__)
         if any(frame.name == forward_micro_batch.__name__ for frame in frames):
@@ -108,19 +102,6 @@ def dry_run(
         ) from error
     finally:
         ema_placeholder.clear()
-
-
-class UnusedParametersError(Exception):
-    """Error: trainable parameters get no gradient from the objective. DDP would wait for it
-    forever.
-
-    Args:
-        names: Names of the parameters.
-    """
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__(", ".join(names))
-        self.names = names
 
 
 def probe_memory(
@@ -142,7 +123,7 @@ def probe_memory(
         `memory/activations_gib`.
 
     Raises:
-        UnusedParametersError: The objective does not train all parameters.
+        UsageError: The objective does not train all parameters.
         OutOfMemoryError: The micro-batch, or one row, does not fit.
         TrainingError: The model cannot process the rows.
     """
@@ -326,7 +307,7 @@ class MemoryProbe:
 
         Raises:
             OutOfMemoryError: Memory ran out, and other ranks wait for this one.
-            UnusedParametersError: The objective does not train all parameters.
+            UsageError: The objective does not train all parameters.
             TrainingError: The model cannot process the rows.
         """
         model = self._state.model
@@ -381,7 +362,12 @@ class MemoryProbe:
             if weight.requires_grad and weight.grad is None
         ]
         if unused:
-            raise UnusedParametersError(unused)
+            # DDP would wait for their gradients forever.
+            raise UsageError(
+                f"objective.kind: the objective gives no gradient to {len(unused)} parameters of "
+                f"the model, the first is {unused[0]}: use another objective, or freeze them with "
+                f"--optimizer.freeze {' '.join(unused[:3])}"
+            )
 
 
 def synthetic_step(make_batch: MakeBatch, size: int, rows: int) -> LocalBatch:

@@ -56,6 +56,7 @@ _TRAINING_SETTINGS = {"holdout", "split", "vocab_size", "check_contamination", "
 _TEXT_CONTRASTS = {"contrastive", "sigmoid", "audio_text", "video_text"}
 MIN_EQUAL_CAPTIONS = 0.01  # mean number of them in a step for each row, from which it is logged
 MAX_SAMPLED_ROWS = 64  # of a set, whose texts are compared with the length of clips
+DEFAULT_VOCAB_SIZE = 30522  # BERT's; of a tokenizer that is not known yet
 
 
 @dataclass(frozen=True)
@@ -626,3 +627,12 @@ def _select(
     rows = f"{selected.num_rows:,} of {prepared.num_rows:,} rows of {prepared.folder}"
     reporter.log(f"{rows}: {where}", "selected")
     return selected
+
+
+def with_default_vocab(config: Config) -> Config:
+    """Return the config with the embedding rows that its data would set, for a run on synthetic
+    rows.
+    """
+    trained = config.prepare.vocab_size if config.model.inputs.tokenizer == "trained" else 0
+    vocab_size = config.model.vocab_size or trained or DEFAULT_VOCAB_SIZE
+    return config.replace(model=config.model.with_vocab(vocab_size, None))

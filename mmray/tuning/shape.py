@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mmray.report.run import format_compact
 from mmray.sweep_files import Recommendation, TrialRow
@@ -186,38 +186,30 @@ def build_rows(global_batch_sizes: Sequence[int], measurements: Measurements) ->
 
 def _rows_of(global_batch_size: int, measurements: Measurements) -> list[TrialRow]:
     workers = measurements.workers
+    step: dict[str, Any] = {"workers": workers, "global_batch_size": global_batch_size}
     if global_batch_size < workers:
         error = f"{global_batch_size} rows are fewer than {workers} workers"
-        return [
-            TrialRow(
-                "", "infeasible", error=error, workers=workers, global_batch_size=global_batch_size
-            )
-        ]
+        return [TrialRow("", "infeasible", error=error, **step)]
     rank_rows = ceil(global_batch_size / workers)
     times = measurements.step_times(global_batch_size)
     rows: list[TrialRow] = []
     for size in micro_sizes(rank_rows):
-        row = TrialRow(
-            trial="",
-            status="finished",
-            micro=size,
-            accumulation=ceil(rank_rows / size),
-            workers=workers,
-            global_batch_size=global_batch_size,
-        )
+        shape = step | {"micro": size, "accumulation": ceil(rank_rows / size)}
         if size in times:
             # The lower median, because other programs only slow steps.
             step_s = statistics.median_low(times[size])
-            row = replace(
-                row,
+            row = TrialRow(
+                "",
+                "finished",
                 samples_per_s=global_batch_size / step_s,
                 step_p50_s=step_s,
                 peak_gib=measurements.peak_gib(global_batch_size, size),
+                **shape,
             )
             rows.append(row)
         elif size > measurements.largest.get(global_batch_size, 0):
             error = f"micro-batches of {size} rows do not fit into memory"
-            rows.append(replace(row, status="out_of_memory", error=error))
+            rows.append(TrialRow("", "out_of_memory", error=error, **shape))
             break
     return rows
 

@@ -22,6 +22,7 @@ from mmray.sweep_files import SWEEP, Recommendation, TrialRow
 from mmray.training import RunReporter
 from mmray.training.driver import check_classes
 from mmray.training.local import measure_in_worker
+from mmray.training.resolve import with_default_vocab
 from mmray.training.run_dir import collect_environment
 from mmray.training.validate import unsupported_reasons
 from mmray.tuning.shape import Measurements, build_rows, recommend
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from mmray.engine.collectives import Group
 
 GLOBAL = "batch.global"
-DEFAULT_VOCAB = 30522  # BERT's: the probe does not read the data, whose tokenizer has the size
 
 
 def plan_measurements(base: Config, space: Space | None) -> tuple[Config, tuple[int, ...]]:
@@ -173,14 +173,14 @@ def measure(
     work = partial(_measure_in_worker, global_batch_sizes=global_batch_sizes)
     if not needs_ray(config.cluster):
         check_classes(config, reporter.log)
-        return measure_in_worker(work, _with_vocab(config), on_message)
+        return measure_in_worker(work, with_default_vocab(config), on_message)
     with ray_session(config.cluster, log=reporter.log):
         from mmray.training.ray_backend import RayBackend, run_group  # imports Ray Train
 
         check_classes(config, reporter.log)
         backend = RayBackend()
         backend.check(config, reporter)
-        config = _with_vocab(backend.resolve(config))
+        config = with_default_vocab(backend.resolve(config))
         try:
             workers = backend.choose_world_size(config)
         finally:
@@ -193,13 +193,6 @@ def measure(
         finally:
             with suppress(OSError):
                 remove_tree(scratch)
-
-
-def _with_vocab(config: Config) -> Config:
-    """Return the config with the embedding rows that the data would set."""
-    trained = config.prepare.vocab_size if config.model.inputs.tokenizer == "trained" else 0
-    vocab_size = config.model.vocab_size or trained or DEFAULT_VOCAB
-    return config.replace(model=config.model.with_vocab(vocab_size, None))
 
 
 def _measure_in_worker(

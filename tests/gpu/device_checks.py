@@ -22,11 +22,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from mmray import config
-from mmray.bench.step import Bench, build_bench
+from mmray.bench.step import Bench, build_bench, micro_batches, synthetic_run
+from mmray.data.stream.order import SamplePlan
 from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
+from mmray.engine.loop import train_loop
 from mmray.engine.parallel.cuda_graphs import graph_branches
 from mmray.engine.parallel.transforms import branches_of
+from mmray.engine.run_state import LoadCheckpointFn
 
 VOCAB = 40
 SHAPE = {"width": 16, "depth": 1, "heads": 2}
@@ -85,11 +88,20 @@ def bench_of(kind: str, device: torch.device, double: bool = True, **settings: A
     )
     micro = ACCUMULATED.micro_batch_size
     rows = ACCUMULATED.global_batch_size
-    return build_bench(tiny, Group(device=device), micro, rank_rows=rows, double=double)
+    bench = build_bench(tiny, Group(device=device), micro, rank_rows=rows)
+    if double:
+        bench.model.double()
+    return bench
 
 
 def train(
-    bench: Bench, shape: BatchShape = ACCUMULATED, steps: int = STEPS, **options: Any
+    bench: Bench,
+    shape: BatchShape = ACCUMULATED,
+    steps: int = STEPS,
+    num_rows: int = 2**30,
+    first: int = 0,
+    load: LoadCheckpointFn | None = None,
+    **options: Any,
 ) -> Tensor:
     """Train a tiny model, and return its final weights in one vector on the CPU.
 
@@ -97,10 +109,14 @@ def train(
         bench: Model and batches.
         shape: Global batch and micro-batch in rows; by default 8, in micro-batches of 3.
         steps: Number of steps, by default 3.
-        options: Other arguments of Bench.train: `num_rows`, `first`, `load`, and fields of
-            TrainSpec such as `callbacks`.
+        num_rows: Number of valid rows; steps after them have padding.
+        first: First step that is taken, from 0; with `load` the step of the checkpoint.
+        load: Loads the checkpoint to resume from; None: start at step 0.
+        options: Other fields of TrainSpec, such as `callbacks`.
     """
-    outcome = bench.train(bench.model, shape, steps, **options)
+    plan = SamplePlan(num_rows, shape.global_batch_size, 1, bench.config.train.seed, steps)
+    spec = synthetic_run(bench.config, bench.group, bench.model, plan, shape, **options)
+    outcome = train_loop(spec, micro_batches(plan, shape, bench.batches, first), load)
     assert (outcome.status, outcome.steps) == ("finished", steps), outcome
     return flat(bench.model)
 

@@ -115,13 +115,8 @@ def resolve_auto(
             backend = "none"
             cost = "compile none, which can take a third of the speed"
             notify("device", f"{cost}: {NO_COMPILER}. {failed[0]}")
-    resolved = {
-        "precision": defaults.precision,
-        "compile": backend,
-    }
-    train = train.replace(
-        **{name: value for name, value in resolved.items() if getattr(train, name) == "auto"}
-    )
+    precision = defaults.precision if train.precision == "auto" else train.precision
+    train = train.replace(precision=precision, compile=backend)
     check_device(train, oldest)
     return train
 
