@@ -427,17 +427,23 @@ def micro_batches(
 
 
 def build_model(
-    config: Config, group: Group, architecture: dict[str, Any] | None = None
+    config: Config,
+    group: Group,
+    architecture: dict[str, Any] | None = None,
+    double: bool = False,
 ) -> tuple[Config, nn.Module]:
     """Build the model of a config as a worker does.
 
     Args:
         architecture: None: with the weights that the config names, {}: with random weights.
+        double: Whether the model is in float64.
     """
     seed_everything(config.train.seed, config.train.deterministic)
     config = config.replace(train=resolve_auto(config.train, group))
     configure_torch(config.train, group.device)
     model = build(config.model, config.model.vocab_size, architecture)
+    if double:
+        model.double()
     return config, apply_transforms(model, config.train, config.optimizer, group)
 
 
@@ -447,6 +453,7 @@ def build_bench(
     micro: int,
     log: MetricsLog | None = None,
     rank_rows: int | None = None,
+    double: bool = False,
 ) -> Bench:
     """Build the model of a config as a worker does, and synthetic batches for this rank.
 
@@ -455,12 +462,13 @@ def build_bench(
         group: This rank and its process group.
         log: Receives the metrics of mmray's loop; None: they are not written.
         rank_rows: Rows of this rank in a step, and of each synthetic batch; None: `micro`.
+        double: Whether the model is in float64.
 
     Returns:
         A Bench: `config` without `auto` in `train`, `group`, `model` (not wrapped), `batches`
         (four, on the CPU, in pinned memory if the device is a GPU), `micro` and `log`.
     """
-    config, model = build_model(with_default_vocab(config), group, architecture={})
+    config, model = build_model(with_default_vocab(config), group, {}, double)
     inputs = config.model.inputs
     batches = [
         synthetic_batch(inputs, config.model.vocab_size, rank_rows or micro, "cpu", seed)

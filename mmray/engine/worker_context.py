@@ -96,10 +96,7 @@ class DriverHandle:
 class DataBoundHint:
     """Callback that suggests how many decode actors the run needs, at most every 100 steps.
 
-    Decode actors are the processes that read and decode rows. The hint appears if training waits
-    for data.
-
-    The loop calls `on_step(step, metrics)` after each step.
+    The hint appears if training waits for data.
 
     Args:
         decode_actors: Number of decode actors of the run; None: it follows the demand.
@@ -135,8 +132,8 @@ class DataBoundHint:
     def format_hint(self, wait_fraction: float) -> str:
         """Return a hint for the user: how many decode actors would keep the device busy.
 
-        Decode actors are the processes that read and decode rows. With w of them, rows arrive at (1
-        - wait) of the rate that training could use, so w / (1 - wait) actors suffice.
+        With w of them, rows arrive at (1 - wait) of the rate that training could use, so
+        w / (1 - wait) actors suffice.
 
         Args:
             wait_fraction: Fraction of the time that training waits for data, 0 to 1.

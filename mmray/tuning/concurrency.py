@@ -53,8 +53,8 @@ def plan_resources(
     If trials run one after another, each has the whole cluster. Requires an initialized Ray.
 
     Args:
-        configs: Configs of trials at the corners of the search space (listed values and ends of
-            ranges); each must get enough resources.
+        configs: Configs of trials at the corners of the search space; each must get enough
+            resources.
         concurrency: Requested number of trials at a time; None: one on a single machine, otherwise
             as many as fit.
         num_trials: Number of trials that will run, an upper limit.
@@ -114,8 +114,6 @@ def fit_trials(
     pools: Sequence[Pool] = (),
 ) -> tuple[int, int]:
     """Return how many trials fit at a time, and the largest number of decode actors of each.
-
-    Decode actors are the processes that read and decode rows.
 
     Args:
         nodes: The same nodes with all of their resources, for a trial that must wait for other

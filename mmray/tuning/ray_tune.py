@@ -254,16 +254,10 @@ def train_rungs(
 ) -> TrialOutcome:
     """Train a trial from rung to rung, and report its value at each.
 
-    A rung is a number of samples after which trials are compared.
-
     Args:
-        trial: The trial: its settings and config.
-        plan: Recipe, goal, rungs and data of the sweep.
         start: Index of the first rung to train to, from 0.
         stop: Index after the last rung to train to.
-        reporter: Receives the progress of the run.
-        report_rung: Called with a Rung when the trial has reached one: `samples` (number of trained
-            rows), `value` (the value of the goal) and `elapsed_s`.
+        report_rung: Called when the trial has reached a rung.
 
     Returns:
         A TrialOutcome with `status` and `error` (the reason, or None): `finished` after the last

@@ -16,7 +16,7 @@ MAX_RUNGS = 3
 
 
 def rungs_up_to(samples: int, min_samples: int) -> tuple[int, ...]:
-    """Return the rungs of a sweep: the numbers of samples after which trials are compared.
+    """Return the rungs of a sweep.
 
     Returns:
         At most MAX_RUNGS (3) ascending numbers, each REDUCTION (4) times the one before, such as
@@ -29,18 +29,15 @@ def rungs_up_to(samples: int, min_samples: int) -> tuple[int, ...]:
 
 
 def num_promoted(count: int) -> int:
-    """Return how many trials continue after they were compared at a rung (a number of samples).
-
-    It is a quarter of them, rounded down, but at least two, or all if there are fewer.
+    """Return how many of the trials at a rung continue: a quarter, rounded down, but at least two,
+    or all if there are fewer.
     """
     return min(count, max(MIN_PROMOTED, count // REDUCTION))
 
 
 def select_promoted(rows: Sequence[TrialRow], rung: int, maximize: bool) -> list[str]:
-    """Select the trials that continue after a rung (a number of samples at which trials are
-    compared).
-
-    They are the best quarter, and at least two, of those that reached it.
+    """Select the trials that continue after a rung: the best quarter, and at least two, of those
+    that reached it.
 
     Args:
         rung: Index of the rung, from 0.
@@ -60,7 +57,6 @@ def planned_samples(count: int, rungs: Sequence[int]) -> int:
 
     Args:
         count: Number of trials.
-        rungs: Numbers of samples of a trial after which trials are compared, ascending.
     """
     total = 0
     before = 0

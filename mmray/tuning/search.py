@@ -120,9 +120,8 @@ def prepare_data(
     """Prepare the data of all trials, each distinct data set once.
 
     Args:
-        trials: Trials at the corners of the search space (listed values and ends of ranges).
+        trials: Trials at the corners of the search space.
         goal: `throughput`, `loss` or `recall`; the last two need held-out rows.
-        reporter: Receives progress and log lines.
 
     Returns:
         The feasible trials, and a TrialData: `sets` (addresses of the prepared sets), `num_rows`
@@ -231,9 +230,7 @@ def run_sweep(state: SweepState, configs: Sequence[Config]) -> None:
     These files have the results so far also if an error is raised.
 
     Args:
-        state: The running sweep: its folder, and a row for each trial.
-        configs: Configs at the corners of the search space (listed values and ends of ranges); each
-            must get enough resources.
+        configs: Configs at the corners of the search space; each must get enough resources.
 
     Raises:
         TrainingError: Ray Tune itself failed.
@@ -263,7 +260,6 @@ def write_best_recipe(
     """Write the best trial as best.yaml, with the reason as its first line.
 
     Args:
-        plan: Recipe and data of the sweep; makes the recipe of the best trial.
         settings: Searched settings of the best trial, such as {"optimizer.lr": 0.001}.
     """
     recipe = plan.best_recipe(plan.trial(best.best, settings))
@@ -276,9 +272,6 @@ def run_trials(state: SweepState, configs: Sequence[Config]) -> None:
     `halving` trains all trials to the first rung, and the best ones to the next. `asha` lets Ray
     Tune's ASHA decide at each rung. Results are in the rows of `state` and in trials.jsonl; a
     failed trial has its error there.
-
-    Args:
-        state: The running sweep: its folder, and a row for each trial.
 
     Raises:
         TrainingError: Ray Tune itself failed.
@@ -300,13 +293,11 @@ def run_trials(state: SweepState, configs: Sequence[Config]) -> None:
 def run_halving(state: SweepState, configs: Sequence[Config], names: list[str] | None) -> None:
     """Run successive halving: Ray Tune once per rung, with the best trials of the rung before.
 
-    A rung is a number of samples after which trials are compared.
+    Returns early if the sweep was stopped.
 
     Args:
-        state: The running sweep: its folder, and a row for each trial. Returns early if it was
-            stopped.
-        configs: Configs at the corners of the search space (listed values and ends of ranges), by
-            which the number of trials at a time is planned.
+        configs: Configs at the corners of the search space, by which the number of trials at a time
+            is planned.
         names: Trials of the first rung, such as `t001`; None: the trials that Optuna suggests.
 
     Raises:

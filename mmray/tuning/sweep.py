@@ -143,11 +143,7 @@ class SweepReporter(RunReporter, Protocol):
     def trial(self, row: TrialRow, num_rungs: int) -> None:
         """Receive the row of a trial that reached a rung or ended.
 
-        A rung is a number of samples after which trials are compared.
-
         Args:
-            row: The row of trials.jsonl, a TrialRow: `trial` (name), `status`, `settings` (value by
-                setting), `rungs` and others.
             num_rungs: Number of rungs of the sweep.
         """
 
@@ -157,12 +153,8 @@ class SweepReporter(RunReporter, Protocol):
         """Receive the rows of all trials, once a second.
 
         Args:
-            rows: The row of each trial, a TrialRow: `trial` (name), `status`, `settings` (value by
-                setting), `rungs` and others.
             goal: `throughput`, `loss` or `recall`.
             num_rungs: Number of rungs of the sweep.
-            progress: A SweepProgress: `elapsed_s`, `left_s` (estimated seconds to the end; None:
-                unknown) and `budget_spent` (spent fraction of the budget; None: no budget).
         """
 
 
@@ -194,11 +186,7 @@ class SweepState:
         """Read the rows and the time of earlier commands.
 
         Args:
-            folder: The folder of the sweep.
-            plan: Recipe, goal, rungs and data of the sweep.
-            reporter: Receives the progress of the trials.
             summary: Entries of sweep.json that do not change, such as `goal`, JSON values by name.
-            clock: Returns seconds, as time.monotonic does.
         """
         self.folder = folder
         self.plan = plan
@@ -250,19 +238,12 @@ class SweepState:
     def budget_spent(self) -> float | None:
         """Return the spent fraction of the sweep's budget, 1 or more if nothing is left; None
         without a budget.
-
-        A budget is a time or a number of GPU-hours.
         """
         return self.plan.request.budget.fraction_spent(self.elapsed_s, self.gpu_seconds)
 
     def progress(self) -> SweepProgress:
-        """Return the time of the sweep so far.
-
-        Returns:
-            A SweepProgress with `elapsed_s`, the seconds of all commands of the sweep; `left_s`,
-            the estimated seconds to the end (None: unknown, because no trial has reached a rung in
-            this command); and `budget_spent`, the spent fraction of the budget, 1 or more if
-            nothing is left (None: the sweep has no budget).
+        """Return the time of the sweep so far; `left_s` is unknown until a trial has reached a rung
+        in this command.
         """
         samples = self._num_samples()
         planned = planned_samples(self.plan.request.space.num_trials, self.plan.rungs)
@@ -300,10 +281,7 @@ class SweepState:
     def has_reached(self, name: str, rung: int) -> bool:
         """Return whether a trial has reached a rung, or has ended and cannot reach it.
 
-        A rung is a number of samples after which trials are compared.
-
         Args:
-            name: Name of the trial, such as `t001`.
             rung: Index of the rung, from 0.
         """
         row = self.rows[name]
@@ -313,9 +291,6 @@ class SweepState:
         """Mark a trial as running and write its row, so that a resumed sweep finds its run.
 
         Its time is not counted yet, because it may still wait for its workers.
-
-        Args:
-            name: Name of the trial, such as `t001`.
         """
         self._running[name] = None
         if self.rows[name].status not in ENDED:
@@ -325,21 +300,14 @@ class SweepState:
         """Start to count the time of a trial, for its `elapsed_s` and the budget of GPU-hours.
 
         Called when its workers have started; the time before, waiting for nodes, is not counted.
-
-        Args:
-            name: Name of the trial, such as `t001`.
         """
         if name in self._running and self._running[name] is None:
             self._running[name] = self.clock()
 
     def reach(self, name: str, samples: int, value: float) -> None:
-        """Add a rung (a number of samples and the value measured after them) to the row of a trial.
-
-        A rung that the row already has is ignored.
+        """Add a rung to the row of a trial, unless the row has it.
 
         Args:
-            name: Name of the trial, such as `t001`.
-            samples: Samples (rows) of the rung.
             value: Value of the goal: samples/s, held-out loss or recall@1.
         """
         if name not in self._running:
@@ -358,10 +326,8 @@ class SweepState:
         """Write the row of a trial that has ended; ignored if it ended before.
 
         Args:
-            name: Name of the trial, such as `t001`.
-            outcome: How it ended; None: `finished` if it has reached the last rung (number of
-                samples after which trials are compared), `pruned` if it has reached an earlier one,
-                otherwise `stopped`.
+            outcome: How it ended; None: `finished` if it has reached the last rung, `pruned` if it
+                has reached an earlier one, otherwise `stopped`.
         """
         self._add_running_time()
         self._running.pop(name, None)

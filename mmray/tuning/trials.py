@@ -416,14 +416,8 @@ def build_plan(request: SweepRequest, trials: Sequence[Trial], data: TrialData) 
     """Return the plan of a sweep, with the rungs.
 
     Args:
-        request: Recipe, search space, goal and training length of a trial.
-        trials: Feasible trials at the corners of the space (listed values and ends of ranges), for
-            the largest batch and warm-up.
+        trials: Feasible trials at the corners of the space, for the largest batch and warm-up.
         data: The prepared data, for the rows of an epoch.
-
-    Returns:
-        A SweepPlan, which every trial gets: `request` (recipe, search space, goal), `rungs`
-        (numbers of samples), `data`, `folder` and others.
     """
     base = request.base
     largest = max(trial.shape.global_batch_size for trial in trials if trial.shape)
@@ -446,10 +440,6 @@ def warmup_warning(plan: SweepPlan) -> str | None:
 
     A trial of the full length may end during the warm-up of the learning rate, or it may be too
     short for a comparison before its end, which would end bad trials early.
-
-    Args:
-        plan: Recipe and goal of the sweep, and the numbers of samples after which trials are
-            compared.
 
     Returns:
         A sentence with advice; None if there is nothing to warn about.

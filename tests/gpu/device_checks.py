@@ -88,10 +88,7 @@ def bench_of(kind: str, device: torch.device, double: bool = True, **settings: A
     )
     micro = ACCUMULATED.micro_batch_size
     rows = ACCUMULATED.global_batch_size
-    bench = build_bench(tiny, Group(device=device), micro, rank_rows=rows)
-    if double:
-        bench.model.double()
-    return bench
+    return build_bench(tiny, Group(device=device), micro, rank_rows=rows, double=double)
 
 
 def train(
