@@ -227,13 +227,13 @@ class Group:
         Raises:
             UsageError: The function raised it; on every rank.
         """
-        outcome: Any = None
+        own: Result | UsageError | None = None
         if self.rank == 0:
             try:
-                outcome = function()
+                own = function()
             except UsageError as error:
-                outcome = error
-        outcome = self.broadcast_object(outcome)
+                own = error
+        outcome: Result | UsageError = self.broadcast_object(own)
         if isinstance(outcome, UsageError):
             raise outcome
         return outcome

@@ -123,22 +123,11 @@ def build_grad_cache(
     """Gather the outputs of all ranks, sample hard negatives, and compute the gradient of the loss
     at each output.
 
-    This is what a step does between its two passes (GradCache): the first one embeds all rows
-    without gradients, the second one runs each micro-batch again with a backward that starts from
-    these gradients.
-
     Args:
-        state: Objective, group and loss scaler of the step.
-        batch: This rank's micro-batches of the step.
         embeddings: Outputs of the first pass by name, of all rows of this rank [rows, ...], and
             scalar outputs such as `logit_scale`; empty if no loss compares rows with each other.
             Then only the counts are reduced.
         stop: This rank's request to end the run, reduced with the counts.
-
-    Returns:
-        A GradCache: `micro_batches` (with the columns of hard negatives), `gradients` (of the loss
-        over all rows at the outputs, by name, for each micro-batch), `means` (metrics so far by
-        name), `stop_requests` and others.
     """
     group = state.group
     parts = state.parts

@@ -53,6 +53,7 @@ def train_loop(
     """Train until the last step of the run, or until a stop is requested.
 
     Args:
+        steps: Yields a list for each remaining step with this rank's micro-batches on the CPU.
         load_checkpoint: Loads the checkpoint to resume from. Called with a function that maps (key,
             meta tensor) of a saved tensor to the tensor to read it into; returns the saved state,
             nested dicts of tensors and JSON values. None: start at step 0.
@@ -70,16 +71,6 @@ class Trainer:
     """A run on one rank: the state that steps change, its progress, and what is measured.
 
     The state is restored from the checkpoint if there is one; each rank reads only its own shards.
-
-    `train(steps)` takes the remaining steps: it gets a list of this rank's micro-batches for each
-    step, and returns a LoopResult with status, steps and metrics.
-
-    Args:
-        spec: Model, objective, settings, and functions that the loop calls to save, evaluate and
-            log.
-        load_checkpoint: Loads the checkpoint to resume from. Called with a function that maps (key,
-            meta tensor) of a saved tensor to the tensor to read it into; returns the saved state,
-            nested dicts of tensors and JSON values. None: start at step 0.
     """
 
     def __init__(self, spec: TrainSpec, load_checkpoint: LoadCheckpointFn | None) -> None:
@@ -105,21 +96,7 @@ class Trainer:
         self.saved_step = self.progress.step
 
     def train(self, steps: Iterable[list[Batch]]) -> LoopResult:
-        """Take the remaining steps.
-
-        Args:
-            steps: Yields a list for each remaining step with this rank's micro-batches on the CPU.
-
-        Returns:
-            A LoopResult: `status` (`finished` or `stopped`), `steps` and `rows_consumed` (over all
-            starts of the run), `skipped_steps`, and `metrics`, the last logged ones by name.
-
-        Raises:
-            OutOfMemoryError: Memory ran out. If its `retry_shape` is a BatchShape (with a smaller
-                micro-batch), the driver restarts the workers with it.
-            TrainingError: The rows of a step are missing or are not those of the sample order, or
-                the gradient was not finite in 10 steps in a row.
-        """
+        """Take the remaining steps; see `train_loop`."""
         spec = self.spec
         plan = self.spec.plan
         progress = self.progress

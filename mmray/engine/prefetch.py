@@ -95,10 +95,6 @@ def make_local_batch(micro_batches: list[Batch]) -> LocalBatch:
         micro_batches: Tensors [B, ...] by column on the CPU, at least `valid` bool [B] (False for
             rows to remove), `key` int64 [B] and `pos` int64 [B].
 
-    Returns:
-        A LocalBatch: `micro_batches` (tensors [B, ...] by column; one without a valid row has a
-        dummy row), `is_dummy`, `keys` of the valid rows, `sizes` with invalid rows, and
-        `token_counts` for the padding metrics.
     """
     valid = torch.cat([micro_batch["valid"] for micro_batch in micro_batches])
     keys = torch.cat([micro_batch["key"] for micro_batch in micro_batches])[valid]
@@ -145,13 +141,8 @@ def split_micro_batches(batch: LocalBatch, micro_batch_size: int) -> LocalBatch:
     """Split each micro-batch evenly into smaller ones; views, without copies.
 
     Args:
-        batch: This rank's micro-batches of a step.
         micro_batch_size: Most rows of a micro-batch; equal on every rank, so that all get equally
             many.
-
-    Returns:
-        A LocalBatch: `micro_batches` (tensors [B, ...] by column) of at most this size, `is_dummy`,
-        `keys`, `sizes` and others.
 
     Raises:
         OutOfMemoryError: The micro-batches of a vision-language model cannot be split by row.

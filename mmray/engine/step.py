@@ -54,10 +54,8 @@ def optimizer_step(
     """Take one step: forward and backward of all micro-batches, then the update.
 
     Args:
-        state: Model, objective, optimizer and group of this rank; the weights change.
+        state: The weights change.
         batch: This rank's micro-batches of the step; every rank has equally many.
-        seed_of: Called with the index of a micro-batch in the step; returns the seed (int) of its
-            random numbers.
     """
     return apply_update(state, accumulate_gradients(state, batch, seed_of, stop))
 
@@ -69,16 +67,12 @@ def accumulate_gradients(
     by the loss scale of fp16.
 
     Args:
-        state: Model, objective and group; the weights do not change.
+        state: The weights do not change.
         batch: This rank's rows; every rank has equally many micro-batches.
-        seed_of: Called with the index of a micro-batch in the step; returns the seed (int) of its
-            random numbers.
         stop: Whether this rank requests the end of the run after this step.
 
     Returns:
-        A GradCache, for `apply_update`: `means` (`loss` and metrics by name, this rank's part of
-        the mean), `scalars` (scalar outputs by name), `stop_requests` (how many ranks requested the
-        end) and others.
+        The argument of `apply_update`.
     """
     first_outputs: Outputs | None = None
     embeddings: Outputs = {}
@@ -113,12 +107,6 @@ def first_pass(
     (GradCache).
 
     Only the first micro-batch keeps its autograd graph; the others are embedded without gradients.
-
-    Args:
-        state: Model, objective, precision and timers of this rank.
-        batch: This rank's micro-batches of the step.
-        seed_of: Called with the index of a micro-batch in the step; returns the seed (int) of its
-            random numbers.
 
     Returns:
         The outputs of the first micro-batch with their graph, for the second pass; None with hard
@@ -175,14 +163,6 @@ def apply_update(state: TrainState, cache: GradCache) -> StepResult:
     All ranks decide alike: after the synchronizing backward their gradients are equal, and a NaN or
     infinity of one rank is in all of them.
 
-    Args:
-        state: Model and optimizer; the weights change.
-        cache: The metrics of the step, and how many ranks request the end of the run.
-
-    Returns:
-        A StepResult: `means` (`loss` and metrics by name, this rank's part of the mean), `scalars`
-        (scalar outputs of the model by name), `grad_norm`, and `stop`, whether any rank requested
-        the end.
     """
     idle = state.timers.idle
     with state.timers("optimizer") as backward_end:

@@ -90,9 +90,6 @@ def micro_sizes(rows: int) -> list[int]:
 def next_micro_batch_size(measurements: Measurements, global_batch_size: int) -> int | None:
     """Return the micro-batch to time next for a global batch.
 
-    Args:
-        measurements: Step times and memory of the batch shapes so far.
-
     Returns:
         Rows of a micro-batch; None if enough is measured to choose the best one.
     """
@@ -222,14 +219,11 @@ def recommend(
     Its global batch is the smallest one with at least 95% of the highest samples/s.
 
     Args:
-        rows: Rows of trials.jsonl, one for each measured batch shape.
-        measurements: Step times and memory, from which the rows were built.
         own_global: Rows of the global batch for which the recipe's learning rate is set. If another
             one is best, `why` has a hint to search it again. None: no hint.
 
     Returns:
-        A Recommendation: `best` (name of the row, such as `s001`), `why` (sentences for the user)
-        and `per_global` (best row of each global batch); None if no batch shape was measured.
+        None if no batch shape was measured.
     """
     best: dict[int, tuple[TrialRow, str]] = {}
     for size in sorted({row.global_batch_size or 0 for row in rows}):
@@ -268,11 +262,7 @@ def pick_faster(pair: Sequence[TrialRow], measurements: Measurements) -> tuple[T
     If their speeds differ by at most TOLERANCE (2%), the one with less memory is better.
 
     Args:
-        pair: One or two rows of trials.jsonl, for micro-batches of the same global batch.
         measurements: All measured step times, for their spread.
-
-    Returns:
-        The better row (a TrialRow), and sentences for the user that give the reason.
     """
     if len(pair) == 1:
         return pair[0], f"{_format_rate(pair[0])}; no other shape was measured."

@@ -104,13 +104,10 @@ def default_axes(base: Config, goal: str) -> dict[str, str] | None:
 def build_trial(base: Config, name: str, settings: dict[str, Any]) -> Trial:
     """Return the trial of a combination of settings.
 
-    Args:
-        name: Name of the trial, such as `t001`.
-        settings: Value by searched setting, such as {"optimizer.lr": 0.001}.
+    Valid settings that contradict each other make it infeasible.
 
-    Returns:
-        A Trial: `name`, `settings` (value by searched setting), `config`, `shape` and `infeasible`
-        (a reason, or None). Valid settings that contradict each other make it infeasible.
+    Args:
+        settings: Value by searched setting, such as {"optimizer.lr": 0.001}.
 
     Raises:
         UsageError: A setting does not exist or has an invalid value.
@@ -137,14 +134,6 @@ def build_trial(base: Config, name: str, settings: dict[str, Any]) -> Trial:
 
 def corner_trials(base: Config, space: Space, goal: str) -> list[Trial]:
     """Return trials of all listed values and both ends of each range, to check them before a sweep.
-
-    Args:
-        space: Lists and ranges by setting.
-        goal: `throughput`, `loss` or `recall`.
-
-    Returns:
-        For each combination a Trial: `name`, `settings` (value by searched setting), `config`,
-        `shape` and `infeasible` (a reason, or None).
 
     Raises:
         UsageError: A setting cannot be searched, or no combination is feasible.
@@ -281,14 +270,7 @@ class SweepPlan:
         )
 
     def trial(self, name: str, settings: dict[str, Any]) -> Trial:
-        """Return the trial of a combination of settings.
-
-        Args:
-            name: Name of the trial, such as `t001`.
-
-        Returns:
-            A Trial: `name`, `settings`, `config`, `shape` and `infeasible` (a reason, or None).
-        """
+        """Return the trial of a combination of settings."""
         rounded = self.request.space.round(settings)
         try:
             return build_trial(self.request.base, name, rounded)
@@ -305,9 +287,7 @@ class SweepPlan:
         evaluated at least once up to the first rung.
 
         Args:
-            trial: A feasible trial.
-            samples: Samples (rows) from the start of the run after which it ends, a rung at which
-                trials are compared.
+            samples: Samples (rows) from the start of the run after which it ends, a rung.
         """
         assert trial.shape is not None
         config = trial.config
