@@ -230,16 +230,19 @@ def embed_texts(model: Any, tokens: Batch, rows: int, group: Group) -> Tensor:
     Returns:
         Float32 [C, D] on the CPU; without captions [0, 0].
     """
+    starts = range(0, len(tokens["input_ids"]), rows)
+    most = len(starts)
+    if in_lockstep(model, group):
+        # Before the forwards, whose collectives would otherwise meet this one on another rank.
+        most = int(group.all_gather_variable(torch.tensor([most])).max())
     parts = []
-    for start in range(0, len(tokens["input_ids"]), rows):
+    for start in starts:
         ids = tokens["input_ids"][start : start + rows].to(group.device)
         mask = tokens["attention_mask"][start : start + rows].to(group.device)
         parts.append(model.embed_text(ids, mask).float().cpu())
-    if in_lockstep(model, group):
-        most = int(group.all_gather_variable(torch.tensor([len(parts)])).max())
-        token = torch.zeros(2, 1, dtype=torch.int64, device=group.device)
-        for _ in range(most - len(parts)):
-            model.embed_text(token, torch.ones_like(token))
+    token = torch.zeros(2, 1, dtype=torch.int64, device=group.device)
+    for _ in range(most - len(parts)):
+        model.embed_text(token, torch.ones_like(token))
     return torch.cat(parts) if parts else torch.zeros(0, 0)
 
 
