@@ -76,8 +76,8 @@ class ModelKind(NamedTuple):
     Args:
         settings: Its `model` section, a subclass of `mmray.config.model:Model`. The class also
             names its branches and the objectives that train it.
-        model: Its torch module, which is called with the section, the vocabulary size, and the
-            description of the architecture from a checkpoint (None: none).
+        model: Its torch module, which is called with the section, the vocabulary size, and a
+            WeightSource.
         hf_type: `model_type` of the models of transformers that it loads with `--weights`, or "".
     """
 

@@ -55,6 +55,7 @@ from mmray.errors import (
     UsageError,
 )
 from mmray.models.build import build
+from mmray.models.protocol import PRETRAINED, RANDOM_WEIGHTS, WeightSource
 from mmray.models.synthetic import synthetic_batch
 from mmray.training.local import measure_in_worker
 from mmray.training.resolve import with_default_vocab
@@ -320,7 +321,7 @@ class Bench:
         device = self.group.device
         spec = self.config.model
         # A new model, because the other one has the transforms of the config.
-        model = build(spec, spec.vocab_size, architecture={})
+        model = build(spec, spec.vocab_size, RANDOM_WEIGHTS)
         model.load_state_dict(self.model.state_dict())
         freeze_parameters(model, self.config.optimizer.freeze)
         model.to(device)
@@ -429,19 +430,19 @@ def micro_batches(
 def build_model(
     config: Config,
     group: Group,
-    architecture: dict[str, Any] | None = None,
+    source: WeightSource = PRETRAINED,
     double: bool = False,
 ) -> tuple[Config, nn.Module]:
     """Build the model of a config as a worker does.
 
     Args:
-        architecture: None: with the weights that the config names, {}: with random weights.
+        source: Where weights come from.
         double: Whether the model is in float64.
     """
     seed_everything(config.train.seed, config.train.deterministic)
     config = config.replace(train=resolve_auto(config.train, group))
     configure_torch(config.train, group.device)
-    model = build(config.model, config.model.vocab_size, architecture)
+    model = build(config.model, config.model.vocab_size, source)
     if double:
         model.double()
     return config, apply_transforms(model, config.train, config.optimizer, group)
@@ -468,7 +469,7 @@ def build_bench(
         A Bench: `config` without `auto` in `train`, `group`, `model` (not wrapped), `batches`
         (four, on the CPU, in pinned memory if the device is a GPU), `micro` and `log`.
     """
-    config, model = build_model(with_default_vocab(config), group, {}, double)
+    config, model = build_model(with_default_vocab(config), group, RANDOM_WEIGHTS, double)
     inputs = config.model.inputs
     batches = [
         synthetic_batch(inputs, config.model.vocab_size, rank_rows or micro, "cpu", seed)

@@ -78,7 +78,7 @@ from mmray.machine import keep_freed_memory
 from mmray.models import lora
 from mmray.models.build import build, build_on, import_libraries
 from mmray.models.lora import FrozenBase
-from mmray.models.protocol import Architecture, Model, as_model
+from mmray.models.protocol import PRETRAINED, Model, WeightSource, as_model, saved_layers
 from mmray.models.synthetic import synthetic_rows
 from mmray.objectives.protocol import Batch, Objective
 from mmray.storage.paths import AnyPath, to_path
@@ -238,8 +238,8 @@ def _build_for_device(
     meta = {} if checkpoint is None else files.load_meta(checkpoint)
     saved_base = meta.get("base")
     reads_weights = checkpoint is None or saved_base is not None
-    architecture = None if reads_weights else meta["architecture"]
-    model = build_model(config, group, architecture, resumes=not reads_weights)
+    source = PRETRAINED if reads_weights else saved_layers(meta["architecture"])
+    model = build_model(config, group, source)
     base = None
     if reads_weights and lora.leaves_out_base(config.model):
         settings: Any = config.model
@@ -388,7 +388,7 @@ def _prepare_model(
     return strategy.wrap(transformed) if strategy.is_sharded else transformed
 
 
-def build_model(config: Config, group: Group, architecture: Architecture, resumes: bool) -> Model:
+def build_model(config: Config, group: Group, source: WeightSource) -> Model:
     """Build the model on this rank.
 
     A model that will be sharded has weights on rank 0 only, or on no rank if a checkpoint will be
@@ -396,11 +396,7 @@ def build_model(config: Config, group: Group, architecture: Architecture, resume
 
     Args:
         group: All ranks; each calls this function.
-        architecture: Description of the model's layers, which `architecture()` of the same model
-            returned and the checkpoint contains; the weights are then random. {}: random weights in
-            layers of the settings. None: read the pretrained weights that the settings name, if
-            any.
-        resumes: Whether the weights will be loaded from a checkpoint.
+        source: Where weights come from; random ones will be loaded from a checkpoint.
 
     Returns:
         The model, not sharded yet.
@@ -411,21 +407,21 @@ def build_model(config: Config, group: Group, architecture: Architecture, resume
     spec = config.model
     sharded = strategy_class(config.train).shards_weights
     if not sharded or group.world_size == 1:
-        may_read_weights = architecture is None and getattr(spec, "weights", "") != "none"
+        may_read_weights = source.pretrained and getattr(spec, "weights", "") != "none"
         # A user's class may compute on the CPU with its weights.
         on_cpu = sharded or may_read_weights or spec.kind not in KINDS
-        return build_on("cpu" if on_cpu else group.device, spec, spec.vocab_size, architecture)
+        return build_on("cpu" if on_cpu else group.device, spec, spec.vocab_size, source)
     on_rank0: list[Model] = []
 
-    def build_on_rank0() -> Architecture:
-        on_rank0.append(build(spec, spec.vocab_size, None))
+    def build_on_rank0() -> dict[str, Any]:
+        on_rank0.append(build(spec, spec.vocab_size))
         return on_rank0[0].architecture()
 
-    if not resumes:
-        architecture = group.call_on_rank0(build_on_rank0)
+    if source.pretrained:
+        source = saved_layers(group.call_on_rank0(build_on_rank0))
     if on_rank0:
         return on_rank0[0]
-    return build_on("meta", spec, spec.vocab_size, architecture)
+    return build_on("meta", spec, spec.vocab_size, source)
 
 
 def _load_fn(

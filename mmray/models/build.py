@@ -15,14 +15,14 @@ from mmray.errors import UsageError
 from mmray.models import lora
 from mmray.models.attention import fuse_projections
 from mmray.models.pixels import use_patch_products
-from mmray.models.protocol import Architecture, Model, as_model
+from mmray.models.protocol import PRETRAINED, Model, WeightSource, as_model
 from mmray.models.weights import parameters_on
 
 if TYPE_CHECKING:
     from mmray.config import Model as ModelConfig
 
 
-def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None) -> Model:
+def build(spec: ModelConfig, vocab_size: int, source: WeightSource = PRETRAINED) -> Model:
     """Build the model of a `model` section, with random or pretrained weights and LoRA adapters.
 
     Args:
@@ -30,10 +30,7 @@ def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None)
             with (spec, vocab_size).
         vocab_size: Number of tokens of the tokenizer. The token embedding has as many rows, or
             `model.vocab_size` rows if that is set.
-        architecture: None: read the pretrained weights that `spec` names, if any. A dict: build the
-            model with random weights, which the caller then replaces. The dict describes the
-            layers, as `architecture()` of the same model returned it; {}: the sizes are those in
-            `spec`.
+        source: Where weights come from; a user's class does not get it.
 
     Returns:
         A module whose forward takes a batch (dict of tensors by column) and returns a dict of
@@ -48,10 +45,10 @@ def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None)
     rows = spec.vocab_size or vocab_size
     if spec.kind in KINDS:
         # training/validate.py checks this earlier
-        if architecture is None and (reasons := spec.unsupported_reasons()):
+        if source.pretrained and (reasons := spec.unsupported_reasons()):
             raise UsageError("\n".join(reasons))
         model_class = plugins.load_class(KINDS[spec.kind].model, "model.kind")
-        model: Model = model_class(spec, rows, architecture)
+        model: Model = model_class(spec, rows, source)
         use_patch_products(model)
     else:
         own = plugins.load_class(spec.kind, "model.kind", tuple(KINDS))(spec, rows)
@@ -74,7 +71,7 @@ def build_on(
     device: torch.device | str,
     spec: ModelConfig,
     vocab_size: int,
-    architecture: Architecture = None,
+    source: WeightSource = PRETRAINED,
 ) -> Model:
     """Build the model of a `model` section with its parameters on a device: on a GPU, which draws
     random weights faster, or on the meta device, without memory.
@@ -84,26 +81,24 @@ def build_on(
     this holds only for a user's class.
 
     Args:
-        architecture: Description of the layers, as `architecture()` of the same model returned it;
-            {}: the sizes are those in `spec`. None only for a model without pretrained weights, and
-            for a user's class, which does not get it.
+        source: As in `build`; a built-in model must not read pretrained weights.
 
     Returns:
-        The module; its forward is that of `build`. On the meta device, load a checkpoint into it.
+        The module. On the meta device, load a checkpoint into it.
 
     Raises:
         UsageError: The settings are not supported, or the weights or the class cannot be read.
     """
     device = torch.device(device)
     if device.type == "cpu":
-        return build(spec, vocab_size, architecture)
+        return build(spec, vocab_size, source)
     try:
         with parameters_on(device):
-            return build(spec, vocab_size, architecture)
+            return build(spec, vocab_size, source)
     except (RuntimeError, TypeError):  # TypeError: of a conversion to NumPy
         if device.type == "meta" and spec.kind in KINDS:
             raise
-    return build(spec, vocab_size, architecture)
+    return build(spec, vocab_size, source)
 
 
 def import_libraries(spec: ModelConfig) -> None:

@@ -10,7 +10,6 @@ arXiv:2103.00020), Zhai et al. 2023 (SigLIP, arXiv:2303.15343), patch dropout of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -21,7 +20,7 @@ from mmray.errors import UsageError
 from mmray.models import open_clip
 from mmray.models.encoders.positions import lengthen_text_model, resize_vision_model
 from mmray.models.pixels import PatchEmbeddings, residual_stream
-from mmray.models.protocol import Architecture, Model
+from mmray.models.protocol import PRETRAINED, Model, WeightSource
 from mmray.models.weights import (
     WEIGHTS_SETTING,
     add_language_rows,
@@ -35,10 +34,8 @@ from mmray.models.weights import (
 )
 
 if TYPE_CHECKING:
-    from mmray.config import Clip as ClipModelConfig
     from mmray.config import Inputs
-    from mmray.config import Siglip as SiglipModelConfig
-    from mmray.config.model_kinds import EmbeddingModel
+    from mmray.config.model_kinds import ClipFamily, EmbeddingModel
 
 MAX_LOG_SCALE = math.log(100)  # CLIP's bound: above it training is unstable
 
@@ -70,10 +67,9 @@ class DualEncoder(Model):
         self.image = image
         self.text = text
         self.log_scale = nn.Parameter(torch.tensor(-math.log(spec.temperature)))
-        bias = (
-            None if spec.logit_bias is None else nn.Parameter(torch.tensor(float(spec.logit_bias)))
-        )
-        self.register_parameter("logit_bias", bias)
+        self.logit_bias = None
+        if spec.logit_bias is not None:
+            self.logit_bias = nn.Parameter(torch.tensor(float(spec.logit_bias)))
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Embed images and captions.
@@ -95,9 +91,10 @@ class DualEncoder(Model):
 
         They are `logit_scale` = 1 / temperature and, if configured, `logit_bias`.
         """
-        # an output, not the leaf
-        bias = {} if self.logit_bias is None else {"logit_bias": self.logit_bias * 1}
-        return {"logit_scale": self.log_scale.exp()} | bias
+        outputs = {"logit_scale": self.log_scale.exp()}
+        if self.logit_bias is not None:
+            outputs["logit_bias"] = self.logit_bias * 1  # an output, not the leaf
+        return outputs
 
     def embed_image(self, image: Tensor) -> Tensor:
         """Return the L2-normalized embeddings [B, D] of images, pixels uint8 [B, 3, S, S]."""
@@ -152,28 +149,55 @@ class PretrainedDualEncoder(DualEncoder):
     """A dual encoder of transformers, also for other image sizes and longer texts than those of its
     weights.
 
-    Forward maps a batch (`image` uint8 [B, 3, S, S], `input_ids` and `attention_mask` int64 [B, T])
-    to `image_embed` and `text_embed` [B, D], L2-normalized, and the scalar `logit_scale`. A
-    subclass sets `hf_class` and `hf_names`, and implements `default_hf_config`.
+    A subclass sets `hf_class` and `hf_names`, and implements `default_hf_config` and `text_branch`.
+
+    Args:
+        spec: The `model` section.
+        vocab_size: Rows of the token embedding, without pretrained weights.
 
     Attributes:
         hf_class: Name of its class in transformers, such as `CLIPModel`.
         hf_names: Pairs (prefix of the names of weights in this class, prefix in transformers).
-        default_hf_config: Called with (`model` section, vocabulary size); returns a config of
-            transformers with these sizes.
         build_notes: Lines for the console about interpolated positions.
     """
 
     hf_class: ClassVar[str]
-    hf_names: ClassVar[tuple[tuple[str, str], ...]]
-    default_hf_config: ClassVar[Callable[..., Any]]
-    _hf_config: Any
+
+    def __init__(
+        self, spec: ClipFamily, vocab_size: int, source: WeightSource = PRETRAINED
+    ) -> None:
+        net = self.build_hf(spec, vocab_size, source)
+        notes = (
+            resize_vision_model(net.vision_model, spec.inputs.image_side, spec.weights),
+            lengthen_text_model(
+                net.text_model, spec.inputs.max_tokens, spec.kept_positions, spec.weights
+            ),
+        )
+        image = VisionBranch(
+            net.vision_model,
+            getattr(net, "visual_projection", None),  # of CLIP
+            spec.inputs,
+            spec.patch_dropout,
+        )
+        super().__init__(image, self.text_branch(net, spec), spec)
+        self.build_notes = tuple(note for note in notes if note is not None)
+        self._hf_config: Any = net.config
+        if source.pretrained and spec.weights != "none":
+            self.log_scale.data.copy_(net.logit_scale.detach().squeeze())
+            if self.logit_bias is not None and hasattr(net, "logit_bias"):
+                self.logit_bias.data.copy_(net.logit_bias.detach().squeeze())
+
+    @staticmethod
+    def default_hf_config(spec: ClipFamily, vocab_size: int) -> Any:
+        """Return the config of transformers with the sizes of the settings."""
+        raise NotImplementedError
+
+    @staticmethod
+    def text_branch(net: Any, spec: ClipFamily) -> nn.Module:
+        """Return the text branch of a model of transformers."""
+        raise NotImplementedError
 
     def architecture(self) -> dict[str, Any]:
-        """Return {"config": the transformers config as JSON values}.
-
-        It is enough to build the model without its pretrained files.
-        """
         return {"config": self._hf_config.to_dict()}
 
     def _updated_hf_config(self, text: dict[str, int | None]) -> dict[str, Any]:
@@ -185,48 +209,34 @@ class PretrainedDualEncoder(DualEncoder):
         }
 
     @classmethod
-    def build_hf(cls, spec: Any, vocab_size: int, architecture: Architecture) -> Any:
+    def build_hf(cls, spec: ClipFamily, vocab_size: int, source: WeightSource) -> Any:
         """Build the model of transformers that `hf_class` names, with its weights.
 
-        Learned positions of the weights are interpolated to the image size and the text length of
-        the settings.
-
-        Args:
-            architecture: None: read the pretrained weights that `spec` names, if any. A dict: build
-                the model with random weights, which the caller then replaces. The dict describes
-                the layers, as `architecture()` of the same model returned it; {}: the sizes are
-                those in `spec`.
-
-        Returns:
-            The model, an instance of the class of transformers, such as CLIPModel. Its attribute
-            `build_notes`, a tuple of str, has lines for the console about interpolated positions.
-
         Raises:
-            UsageError: Weights cannot be read or are missing, they do not suit the tokenizer, or
-                patches do not tile an image.
+            UsageError: Weights cannot be read or are missing, or they do not suit the tokenizer.
         """
         import transformers
 
         model_class: Any = getattr(transformers, cls.hf_class)
-        if architecture:
-            net = model_class(model_class.config_class.from_dict(architecture["config"]))
-        elif spec.weights == "none" or architecture is not None:
-            net = model_class(cls.default_hf_config(spec, vocab_size))
-        else:
+        if "config" in source.saved:
+            net = model_class(model_class.config_class.from_dict(source.saved["config"]))
+        elif source.pretrained and spec.weights != "none":
             net = _pretrained_network(spec, model_class)
             add_language_rows(net, vocab_size, spec.inputs.language_token)
-        length = spec.inputs.max_tokens
-        notes = (
-            resize_vision_model(net.vision_model, spec.inputs.image_side, spec.weights),
-            lengthen_text_model(net.text_model, length, spec.kept_positions, spec.weights),
-        )
-        net.build_notes = tuple(note for note in notes if note is not None)
+        else:
+            net = model_class(cls.default_hf_config(spec, vocab_size))
+            if source.pretrained:
+                cls.initialize(net)
         rows = net.config.text_config.vocab_size
         check_vocab_size(WEIGHTS_SETTING, spec.weights, rows, vocab_size)
         return net
 
+    @staticmethod
+    def initialize(net: Any) -> None:
+        """Draw the weights of a model without pretrained ones; by default as transformers does."""
 
-def _pretrained_network(spec: Any, model_class: Any) -> Any:
+
+def _pretrained_network(spec: ClipFamily, model_class: Any) -> Any:
     """Return a model of transformers with the weights that `spec` names."""
     config_class = model_class.config_class
     if not spec.is_checkpoint_file:
@@ -246,17 +256,6 @@ def _pretrained_network(spec: Any, model_class: Any) -> Any:
 class Clip(PretrainedDualEncoder):
     """transformers' CLIPModel as an image branch (projected class token) and a text branch
     (projected last token) with a learned temperature.
-
-    Forward takes a batch as a dict with the images `image` uint8 [B, 3, S, S] and the captions
-    `input_ids` and `attention_mask` int64 [B, T], and returns `image_embed` and `text_embed` [B,
-    D], L2-normalized, and the scalar `logit_scale`.
-
-    Args:
-        spec: The `model` section, of kind `clip`.
-        vocab_size: Rows of the token embedding, without pretrained weights.
-        architecture: None: read the pretrained weights that `spec` names, if any. Otherwise the
-            weights are random, because the caller loads them: the dict that `architecture()` of the
-            same model returned, or {} for the sizes in `spec`.
     """
 
     hf_class = "CLIPModel"
@@ -268,108 +267,72 @@ class Clip(PretrainedDualEncoder):
         ("log_scale", "logit_scale"),
     )
 
-    def __init__(
-        self, spec: ClipModelConfig, vocab_size: int, architecture: Architecture = None
-    ) -> None:
-        net = self.build_hf(spec, vocab_size, architecture)
-        if architecture is None and spec.weights == "none":
-            initialize_clip(net)
-        image = VisionBranch(
-            net.vision_model, net.visual_projection, spec.inputs, spec.patch_dropout
-        )
-        super().__init__(image, ClipText(net.text_model, net.text_projection), spec)
-        self._hf_config = net.config
-        self.build_notes = net.build_notes
-        if architecture is None and spec.weights != "none":
-            self.log_scale.data.copy_(net.logit_scale.detach())
-
     @staticmethod
-    def default_hf_config(spec: ClipModelConfig, vocab_size: int) -> Any:
-        """Return the CLIPConfig of transformers with the sizes of the settings.
-
-        Args:
-            spec: The `model` section, of kind `clip`.
-            vocab_size: Rows of the token embedding.
-        """
+    def default_hf_config(spec: Any, vocab_size: int) -> Any:
         from transformers import CLIPConfig
 
         shared = {"projection_dim": spec.embed_dim, "hidden_act": spec.activation or "quick_gelu"}
-        text, vision = (part | shared for part in _hf_configs(spec, vocab_size))
-        return CLIPConfig(text_config=text, vision_config=vision, projection_dim=spec.embed_dim)
+        text, vision = _hf_configs(spec, vocab_size)
+        return CLIPConfig(
+            text_config=text | shared,
+            vision_config=vision | shared,
+            projection_dim=spec.embed_dim,
+        )
+
+    @staticmethod
+    def text_branch(net: Any, spec: ClipFamily) -> nn.Module:
+        return ClipText(net.text_model, net.text_projection)
+
+    @staticmethod
+    @torch.no_grad()
+    def initialize(net: Any) -> None:
+        """Draw the weights of a CLIPModel again, as OpenAI's and open_clip's code does.
+
+        transformers scales the two towers alike. OpenAI scales only the text tower by its depth,
+        and leaves the layers of the vision transformer at torch's defaults. In both, biases of
+        attention are 0, and those of the MLPs are torch's default.
+        """
+        for layer in net.modules():
+            if isinstance(layer, nn.Linear | nn.Conv2d | nn.LayerNorm):
+                layer.reset_parameters()
+        vision = net.vision_model
+        text = net.text_model
+        for layer in (*vision.encoder.layers, *text.encoder.layers):
+            attention = layer.self_attn
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+                # Xavier's bound of the matrix [3 W, W] for q, k and v in torch's attention.
+                bound = math.sqrt(6 / (4 * projection.in_features))
+                nn.init.uniform_(projection.weight, -bound, bound)
+                nn.init.zeros_(projection.bias)
+            nn.init.zeros_(attention.out_proj.bias)
+        scale = vision.config.hidden_size**-0.5
+        nn.init.normal_(vision.embeddings.class_embedding, std=scale)
+        nn.init.normal_(vision.embeddings.position_embedding.weight, std=scale)
+        nn.init.normal_(net.visual_projection.weight, std=scale)
+
+        width = text.config.hidden_size
+        nn.init.normal_(text.embeddings.token_embedding.weight, std=0.02)
+        nn.init.normal_(text.embeddings.position_embedding.weight, std=0.01)
+        # for layers that add to the residual stream
+        residual_std = (width * 2 * text.config.num_hidden_layers) ** -0.5
+        for layer in text.encoder.layers:
+            attention = layer.self_attn
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+                nn.init.normal_(projection.weight, std=width**-0.5)
+            nn.init.normal_(attention.out_proj.weight, std=residual_std)
+            nn.init.normal_(layer.mlp.fc1.weight, std=(2 * width) ** -0.5)
+            nn.init.normal_(layer.mlp.fc2.weight, std=residual_std)
+        nn.init.normal_(net.text_projection.weight, std=width**-0.5)
 
     def export_hf_config(self, eos_id: int | None, pad_id: int) -> dict[str, Any] | None:
-        """Return the values of config.json for transformers; None if CLIPModel cannot represent the
-        model.
-
-        Args:
-            eos_id: Id of the token at the end of each caption, at which transformers pools; None:
-                the tokenizer has none.
-        """
         if eos_id in (None, LEGACY_EOS_ID) or self.logit_bias is not None:
             return None
         return self._updated_hf_config({"eos_token_id": eos_id, "pad_token_id": pad_id})
 
 
-@torch.no_grad()
-def initialize_clip(net: Any) -> None:
-    """Draw the weights of a CLIPModel of transformers again, as OpenAI's and open_clip's code does.
-
-    transformers scales the two towers alike. OpenAI scales only the text tower by its depth, and
-    leaves the layers of the vision transformer at torch's defaults. In both, biases of attention
-    are 0, and those of the MLPs are torch's default.
-
-    Args:
-        net: A CLIPModel with random weights, changed in place; it may be on the meta device.
-    """
-    vision = net.vision_model
-    text = net.text_model
-    vision_width = vision.config.hidden_size
-    text_width = text.config.hidden_size
-    depth = text.config.num_hidden_layers
-    for layer in net.modules():
-        if isinstance(layer, nn.Linear | nn.Conv2d | nn.LayerNorm):
-            layer.reset_parameters()
-    for layer in [*vision.encoder.layers, *text.encoder.layers]:
-        attention = layer.self_attn
-        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
-            # Xavier's bound of the matrix [3 W, W] for q, k and v in torch's attention.
-            bound = math.sqrt(6 / (4 * projection.in_features))
-            nn.init.uniform_(projection.weight, -bound, bound)
-            nn.init.zeros_(projection.bias)
-        nn.init.zeros_(attention.out_proj.bias)
-    scale = vision_width**-0.5
-    nn.init.normal_(vision.embeddings.class_embedding, std=scale)
-    nn.init.normal_(vision.embeddings.position_embedding.weight, std=scale)
-    nn.init.normal_(net.visual_projection.weight, std=scale)
-
-    nn.init.normal_(text.embeddings.token_embedding.weight, std=0.02)
-    nn.init.normal_(text.embeddings.position_embedding.weight, std=0.01)
-    residual_std = (text_width * 2 * depth) ** -0.5  # for layers that add to the residual stream
-    for layer in text.encoder.layers:
-        attention = layer.self_attn
-        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
-            nn.init.normal_(projection.weight, std=text_width**-0.5)
-        nn.init.normal_(attention.out_proj.weight, std=residual_std)
-        nn.init.normal_(layer.mlp.fc1.weight, std=(2 * text_width) ** -0.5)
-        nn.init.normal_(layer.mlp.fc2.weight, std=residual_std)
-    nn.init.normal_(net.text_projection.weight, std=text_width**-0.5)
-
-
 class Siglip(PretrainedDualEncoder):
     """transformers' SiglipModel as an image branch (attention pooling) and a text branch (projected
     last position) with a learned temperature, which is not clamped.
-
-    Forward takes a batch as a dict with the images `image` uint8 [B, 3, S, S] and the captions
-    `input_ids` and `attention_mask` int64 [B, T], and returns `image_embed` and `text_embed` [B,
-    D], L2-normalized, and the scalar `logit_scale` and, unless the settings leave it out,
-    `logit_bias`.
-
-    Args:
-        spec: The `model` section, of kind `siglip`.
-        vocab_size: Rows of the token embedding, without pretrained weights.
-        architecture: None: read the pretrained weights that `spec` names, if any. Otherwise the
-            weights are random, because the caller loads them: the dict that `architecture()` of the
-            same model returned, or {} for the sizes in `spec`.
     """
 
     max_log_scale = None
@@ -379,67 +342,40 @@ class Siglip(PretrainedDualEncoder):
         ("text.tower.", "text_model."),
         ("log_scale", "logit_scale"),
     )
-
-    def __init__(
-        self, spec: SiglipModelConfig, vocab_size: int, architecture: Architecture = None
-    ) -> None:
-        net = self.build_hf(spec, vocab_size, architecture)
-        text = net.config.text_config
-        # configs can be wrong: SigLIP 2's has a default that its tokenizer does not use
-        if spec.pad_id is not None:
-            text.pad_token_id = spec.pad_id
-        if text.pad_token_id is None or not 0 <= text.pad_token_id < text.vocab_size:
-            raise UsageError(
-                f"model.pad_id: {text.pad_token_id} is not a token of a model with "
-                f"{text.vocab_size} embedding rows; set the pad id of the tokenizer"
-            )
-        image = VisionBranch(net.vision_model, None, spec.inputs, spec.patch_dropout)
-        super().__init__(image, SiglipText(net.text_model, text), spec)
-        self._hf_config = net.config
-        self.build_notes = net.build_notes
-        if architecture is None and spec.weights != "none":
-            self.log_scale.data.copy_(net.logit_scale.detach().squeeze())
-            if self.logit_bias is not None:
-                self.logit_bias.data.copy_(net.logit_bias.detach().squeeze())
+    text: SiglipText
 
     @staticmethod
-    def default_hf_config(spec: SiglipModelConfig, vocab_size: int) -> Any:
-        """Return the SiglipConfig of transformers with the sizes of the settings.
-
-        Args:
-            spec: The `model` section, of kind `siglip`.
-            vocab_size: Rows of the token embedding.
-        """
+    def default_hf_config(spec: ClipFamily, vocab_size: int) -> Any:
         from transformers import SiglipConfig
 
         text, vision = _hf_configs(spec, vocab_size)
         text |= {"projection_size": spec.image.width, "pad_token_id": 0}
         return SiglipConfig(text_config=text, vision_config=vision)
 
+    @staticmethod
+    def text_branch(net: Any, spec: Any) -> nn.Module:
+        config = net.config.text_config
+        # configs can be wrong: SigLIP 2's has a default that its tokenizer does not use
+        if spec.pad_id is not None:
+            config.pad_token_id = spec.pad_id
+        if config.pad_token_id is None or not 0 <= config.pad_token_id < config.vocab_size:
+            raise UsageError(
+                f"model.pad_id: {config.pad_token_id} is not a token of a model with "
+                f"{config.vocab_size} embedding rows; set the pad id of the tokenizer"
+            )
+        return SiglipText(net.text_model, config)
+
     def export_hf_config(self, eos_id: int | None, pad_id: int) -> dict[str, Any] | None:
-        """Return the values of config.json for transformers; None if SiglipModel cannot represent
-        the model.
-
-        It cannot represent a model without `logit_bias`.
-
-        Args:
-            eos_id: Id of the token at the end of each caption; None: the tokenizer has none.
-            pad_id: Unused, because the config of the model has its padding token already.
-        """
-        return (
-            None if self.logit_bias is None else self._updated_hf_config({"eos_token_id": eos_id})
-        )
+        if self.logit_bias is None:
+            return None
+        return self._updated_hf_config({"eos_token_id": eos_id})
 
     @property
     def padding_length_and_id(self) -> tuple[int, int]:
-        """Number of tokens to which each caption is padded, and id of the padding token.
-
-        SigLIP attends to its padding.
-        """
-        return self.text.length, self.text.pad_id  # type: ignore[return-value]
+        return self.text.length, self.text.pad_id
 
 
-def _hf_configs(spec: Any, vocab_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _hf_configs(spec: ClipFamily, vocab_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """transformers' config values of the text and the vision model; the ids of special tokens are
     set at export.
     """

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from mmray.models.encoders.cross_attention import CrossEncoder, PairHeads
-from mmray.models.protocol import Architecture, HeadScores
+from mmray.models.protocol import PRETRAINED, HeadScores, WeightSource
 from mmray.models.regions import LabelTexts, RegionHead, region_label_scores, region_logits
 from mmray.models.two_tower import TwoTower
 
@@ -33,17 +33,14 @@ class Fusion(PairHeads, TwoTower):
     Args:
         spec: The `model` section, of kind `fusion`.
         vocab_size: Rows of the token embedding, without pretrained weights.
-        architecture: None: read the pretrained weights that `spec` names, if any. Otherwise the
-            weights are random, because the caller loads them: the dict that `architecture()` of the
-            same model returned, or {} for the sizes in `spec`.
     """
 
     with_features = True
 
     def __init__(
-        self, spec: FusionConfig, vocab_size: int, architecture: Architecture = None
+        self, spec: FusionConfig, vocab_size: int, source: WeightSource = PRETRAINED
     ) -> None:
-        super().__init__(spec, vocab_size, architecture)
+        super().__init__(spec, vocab_size, source)
         image = self.image.tower
         num_positions = image.num_positions(spec.inputs.image_side)
         widths = {"image": image.width}
@@ -54,7 +51,7 @@ class Fusion(PairHeads, TwoTower):
         if spec.inputs.max_boxes:
             self.region_head = RegionHead(image.width, spec.embed_dim)
             ids = [[n % vocab_size] for n in range(len(spec.region_labels))]  # without a tokenizer
-            token_ids = None if architecture is None else architecture.get("labels", ids)
+            token_ids = None if source.pretrained else source.saved.get("labels", ids)
             self.label_texts = LabelTexts(spec.region_labels, token_ids)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:

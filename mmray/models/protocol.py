@@ -7,7 +7,8 @@ is required.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -46,10 +47,13 @@ class Model(nn.Module):
 
     Attributes:
         build_notes: Lines for the console about how the model was built.
+        hf_names: For a model that transformers can open, pairs (prefix of the names of weights,
+            prefix in transformers).
         shards_branches: Whether FSDP shards each branch as a whole besides its blocks.
     """
 
     build_notes: tuple[str, ...] = ()
+    hf_names: tuple[tuple[str, str], ...] = ()
     shards_branches: bool = True
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
@@ -111,14 +115,24 @@ class Model(nn.Module):
         torch.no_grad.
         """
 
-    def architecture(self) -> Architecture:
-        """Return JSON values with which the same layers are built without pretrained files; None
-        if the settings are enough.
+    def architecture(self) -> dict[str, Any]:
+        """Return JSON values with which the same layers are built without pretrained files; {} if
+        the settings are enough.
         """
-        return None
+        return {}
 
     def synthetic_batch(self, rows: int) -> Batch | None:
         """Return a batch for dry runs; None: one of random pixels and captions fits."""
+        return None
+
+    def export_hf_config(self, eos_id: int | None, pad_id: int) -> dict[str, Any] | None:
+        """Return the values of config.json for transformers; None if no class of transformers
+        represents the model.
+
+        Args:
+            eos_id: Id of the token at the end of each caption; None: the tokenizer has none.
+            pad_id: Id of the padding token.
+        """
         return None
 
     @property
@@ -142,10 +156,32 @@ def as_model(module: nn.Module) -> Model:
     return module
 
 
-# Argument of the builders. None: read pretrained weights, if the settings name any;
-# `architecture()` of the same model: its shape with random weights, because the caller loads them;
-# {}: random weights in the shape of the settings.
-Architecture = dict[str, Any] | None
+@dataclass(frozen=True)
+class WeightSource:
+    """Where a model gets its weights from, and the layers that its settings do not define.
+
+    Attributes:
+        pretrained: Whether to read the pretrained weights that the settings name, if any. Otherwise
+            weights are random, because the caller loads others or needs none.
+        saved: For random weights, layers of a saved model as its `architecture()` returned them;
+            empty: those of the settings, or of the files that they name.
+    """
+
+    pretrained: bool = True
+    saved: Mapping[str, Any] = field(default_factory=dict)
+
+
+PRETRAINED = WeightSource()
+RANDOM_WEIGHTS = WeightSource(pretrained=False)
+
+
+def saved_layers(architecture: Mapping[str, Any] | None) -> WeightSource:
+    """Return the source of a model with random weights and the layers of a checkpoint or export;
+    None, of earlier versions: those of the settings.
+    """
+    return WeightSource(pretrained=False, saved=architecture or {})
+
+
 EMBEDDING_METHODS = ("embed_image", "embed_text")
 
 

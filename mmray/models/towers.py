@@ -19,7 +19,7 @@ from mmray.models.encoders.cross_attention import CrossEncoder, PairHeads
 from mmray.models.encoders.pretrained_audio import build_pretrained_audio
 from mmray.models.encoders.text import build_text_tower
 from mmray.models.encoders.video import FrameEncoder, VideoMae
-from mmray.models.protocol import Architecture, Model
+from mmray.models.protocol import PRETRAINED, Model, WeightSource
 from mmray.models.two_tower import Branch, Encoded, tower_configs
 
 if TYPE_CHECKING:
@@ -42,18 +42,15 @@ class Towers(PairHeads, Model):
     Args:
         spec: The `model` section, of kind `towers`.
         vocab_size: Rows of the token embedding, without pretrained weights.
-        architecture: None: read the pretrained weights that `spec` names, if any. Otherwise the
-            weights are random, because the caller loads them: the dict that `architecture()` of the
-            same model returned, or {} for the sizes in `spec`.
     """
 
     def __init__(
-        self, spec: TowersConfig, vocab_size: int, architecture: Architecture = None
+        self, spec: TowersConfig, vocab_size: int, source: WeightSource = PRETRAINED
     ) -> None:
         super().__init__()
         inputs = spec.inputs
         text = build_text_tower(
-            spec.text, vocab_size, inputs.max_tokens, architecture, inputs.language_token
+            spec.text, vocab_size, inputs.max_tokens, source, inputs.language_token
         )
         self.has_heads = bool(spec.matching or spec.classes)
         self.text = Branch(text, spec.embed_dim, self.has_heads)
@@ -64,15 +61,15 @@ class Towers(PairHeads, Model):
             tower = (
                 AudioTransformer(spec.audio, inputs.audio_rate)
                 if spec.audio.weights == "none"
-                else build_pretrained_audio(spec.audio, inputs, architecture)
+                else build_pretrained_audio(spec.audio, inputs, source)
             )
             self.audio = Branch(tower, spec.embed_dim, self.has_heads)
             widths["audio"] = tower.width
         if inputs.frames:
             frames = (
-                FrameEncoder(spec, architecture)
+                FrameEncoder(spec, source)
                 if spec.video.weights == "none"
-                else VideoMae(spec.video, inputs, architecture)
+                else VideoMae(spec.video, inputs, source)
             )
             self.video = Branch(frames, spec.embed_dim, self.has_heads, inputs)
             widths["video"] = frames.width

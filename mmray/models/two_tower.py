@@ -12,7 +12,7 @@ from mmray.models.clip import DualEncoder, l2_normalize
 from mmray.models.encoders.image import ImageEncoder, build_image_tower
 from mmray.models.encoders.text import build_text_tower, masked_mean
 from mmray.models.pixels import EmbedPixels, NormalizePixels
-from mmray.models.protocol import Architecture
+from mmray.models.protocol import PRETRAINED, WeightSource
 
 if TYPE_CHECKING:
     from mmray.config import Inputs
@@ -105,9 +105,6 @@ class TwoTower(DualEncoder):
     Args:
         spec: The `model` section, of kind `two_tower` or `fusion`.
         vocab_size: Rows of the token embedding, without pretrained weights.
-        architecture: None: read the pretrained weights that `spec` names, if any. Otherwise the
-            weights are random, because the caller loads them: the dict that `architecture()` of the
-            same model returned, or {} for the sizes in `spec`.
     """
 
     image: Branch
@@ -115,12 +112,12 @@ class TwoTower(DualEncoder):
     with_features = False  # argument of the branches
 
     def __init__(
-        self, spec: TowerModel, vocab_size: int, architecture: Architecture = None
+        self, spec: TowerModel, vocab_size: int, source: WeightSource = PRETRAINED
     ) -> None:
         inputs = spec.inputs
-        image = build_image_tower(spec.image, inputs.image_side, spec.batch_norm, architecture)
+        image = build_image_tower(spec.image, inputs.image_side, spec.batch_norm, source)
         text = build_text_tower(
-            spec.text, vocab_size, inputs.max_tokens, architecture, inputs.language_token
+            spec.text, vocab_size, inputs.max_tokens, source, inputs.language_token
         )
         super().__init__(
             Branch(image, spec.embed_dim, self.with_features, inputs),

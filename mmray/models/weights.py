@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from mmray.data.text.tokenizer import MAX_LANGUAGES
 from mmray.errors import UsageError, first_line
 from mmray.models import open_clip
+from mmray.models.protocol import WeightSource
 from mmray.plugins import check_installed
 
 WEIGHTS_SETTING = "model.weights"
@@ -279,19 +280,19 @@ def freeze_batch_norms(module: nn.Module) -> None:
 
 
 def encoder_config(
-    setting: str, name: str, supported: Collection[str], saved: dict[str, Any] | None
+    part: str, setting: str, name: str, supported: Collection[str], source: WeightSource
 ) -> Any:
-    """Return the config of an encoder: the one that a run saved, otherwise that of its weights.
-
-    Args:
-        saved: The config as JSON values; None: read that of the weights.
+    """Return the config of an encoder: the one that a run saved for this part, otherwise that of
+    its weights.
 
     Raises:
         UsageError: The config of the weights cannot be read, or is of another type.
     """
     from transformers import AutoConfig
 
-    return load_config(setting, name, supported) if saved is None else AutoConfig.for_model(**saved)
+    if part in source.saved:
+        return AutoConfig.for_model(**source.saved[part])
+    return load_config(setting, name, supported)
 
 
 def load_pretrained(setting: str, name: str, model_class: Any, config: Any, **options: Any) -> Any:

@@ -41,6 +41,7 @@ from mmray.models.build import build
 from mmray.models.export.export import ExportFormat, export
 from mmray.models.export.vlm import export_vlm
 from mmray.models.pretrained import pretrained_settings
+from mmray.models.protocol import PRETRAINED, saved_layers
 from mmray.storage.paths import AnyPath, to_path
 from mmray.training import RunReporter, validate
 from mmray.training.local import count_gpus, resolve_on_this_machine
@@ -435,8 +436,8 @@ def load_model(config: Config, checkpoint: AnyPath | None) -> nn.Module:
         return build(config.model, config.model.vocab_size)
     meta = files.load_meta(checkpoint)
     saved_base = meta.get("base")
-    architecture = meta.get("architecture") if saved_base is None else None
-    model = build(config.model, config.model.vocab_size, architecture)
+    source = PRETRAINED if saved_base is not None else saved_layers(meta.get("architecture"))
+    model = build(config.model, config.model.vocab_size, source)
     from mmray.engine.checkpoint import state_io  # late: DCP takes seconds to import
 
     if config.train.ema:

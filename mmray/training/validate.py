@@ -32,7 +32,6 @@ from mmray.storage.paths import to_path
 
 if TYPE_CHECKING:
     from mmray.config import Config
-    from mmray.models.protocol import Architecture
 
 # objective: head of `fusion` or `towers`, and the flags with which the model has it, and has not
 HEADS = {
@@ -416,6 +415,7 @@ def check_patterns(config: Config, log: Log) -> None:
     # Late: they import torch.
     from mmray.engine.optimizer import build_optimizer, freeze_parameters
     from mmray.models.build import build_on
+    from mmray.models.protocol import saved_layers
 
     if getattr(config.model, "weights", "") == SAMPLE_VLM:
         return  # it is written later
@@ -427,31 +427,31 @@ def check_patterns(config: Config, log: Log) -> None:
             "not checked",
         )
         return
-    model = build_on("meta", config.model, _VOCAB_SIZE, architecture)
+    model = build_on("meta", config.model, _VOCAB_SIZE, saved_layers(architecture))
     freeze_parameters(model, config.optimizer.freeze)
     build_optimizer(model, config.optimizer.replace(kind="adamw", settings={}))
 
 
-def _architecture(spec: Any) -> tuple[str, Architecture]:
+def _architecture(spec: Any) -> tuple[str, dict[str, Any]]:
     """Return the weights of which the layers are not known here ("" if all are), and the layers."""
     from mmray.models.weights import read_architecture
 
     weights = getattr(spec, "weights", "none")
     if weights != "none" and getattr(spec, "is_checkpoint_file", False):
         is_here = Path(weights).expanduser().is_file()
-        return ("", read_architecture(spec)) if is_here else (weights, None)
+        return ("", read_architecture(spec)) if is_here else (weights, {})
     if weights != "none":
         config = _saved_config(weights)
         layers: dict[str, Any] = {"config": config}
         if isinstance(spec, Vlm):
             layers["unused"] = []
-        return ("", layers) if config else (weights, None)
+        return ("", layers) if config else (weights, {})
     configs = {}
     for part, weights in spec.part_weights().items():
         if part in ("text", "image") and weights != "none":
             configs[part] = _saved_config(weights)
             if configs[part] is None:
-                return weights, None
+                return weights, {}
     return "", configs
 
 

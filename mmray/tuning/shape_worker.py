@@ -31,6 +31,7 @@ from mmray.engine.run_state import TrainState
 from mmray.engine.step import optimizer_step
 from mmray.errors import OutOfMemoryError, UsageError
 from mmray.models.build import build
+from mmray.models.protocol import RANDOM_WEIGHTS
 from mmray.models.synthetic import synthetic_rows
 from mmray.tuning.shape import Measurements, Visit, next_micro_batch_size
 
@@ -108,7 +109,7 @@ def build_model(config: Config, group: Group, report: Report) -> nn.Module:
     except UsageError as error:
         reason = str(error)
     if group.all_reduce_min(int(model is not None)) == 0:
-        model = build(config.model, config.model.vocab_size, architecture={})
+        model = build(config.model, config.model.vocab_size, RANDOM_WEIGHTS)
         report({"note": f"random weights in the shape of the settings: {reason}"})
     assert model is not None
     tokenizer: Any = SimpleNamespace(encode=_encode_label_names)

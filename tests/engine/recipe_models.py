@@ -22,6 +22,7 @@ from mmray.engine.parallel.transforms import (
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
 from mmray.models.build import build, build_on
+from mmray.models.protocol import saved_layers
 from mmray.models.synthetic import synthetic_batch
 from tests.engine import toy
 from tests.gpu.device_checks import IMAGE, INPUTS, MODELS, TEXT, TOWERS, VOCAB  # noqa: F401 - for other tests
@@ -154,7 +155,8 @@ def train_kind(
     torch.manual_seed(3)
     shards = strategy_class(toy.train_settings(parallel=parallel)).shards_weights
     device = "meta" if shards and group.rank > 0 else "cpu"
-    model = build_on(device, spec, VOCAB, ARCHITECTURES.get(kind, {})).double().train()
+    model = build_on(device, spec, VOCAB, saved_layers(ARCHITECTURES.get(kind)))
+    model.double().train()
     for branch in model.branches().values():
         if checkpointing:
             checkpoint_activations(branch, compiles=backend is not None)

@@ -15,6 +15,7 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.evaluation.clips import ClipEvaluator
 from mmray.evaluation.shown_images import shown_images
 from mmray.models.build import build
+from mmray.models.protocol import RANDOM_WEIGHTS
 from tests.data.media.test_clips import make_rows
 from tests.engine import recipe_models
 from tests.evaluation.test_evaluator import on_ranks
@@ -42,7 +43,7 @@ def test_scores_do_not_depend_on_the_number_of_ranks(prepared: PreparedSet, worl
     call it equally often.
     """
     torch.manual_seed(3)
-    model = build(SPEC, recipe_models.VOCAB, {})
+    model = build(SPEC, recipe_models.VOCAB, RANDOM_WEIGHTS)
 
     def score(group: Any) -> dict[str, float]:
         evaluator = ClipEvaluator(prepared, SPEC.inputs, prepared.tokenizer_json or "", SETTINGS)
@@ -68,7 +69,7 @@ def test_scores_do_not_depend_on_the_number_of_ranks(prepared: PreparedSet, worl
 
 def test_examples_have_frames_with_times_and_sound(prepared: PreparedSet) -> None:
     torch.manual_seed(3)
-    model = build(SPEC, recipe_models.VOCAB, {})
+    model = build(SPEC, recipe_models.VOCAB, RANDOM_WEIGHTS)
     evaluator = ClipEvaluator(prepared, SPEC.inputs, prepared.tokenizer_json or "", SETTINGS)
     saved: list[dict[str, Any]] = []
     (scores,) = on_ranks(1, lambda group: evaluator.score(model, group, None, 0, saved.append))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mmray.config.model_kinds import EmbedDim, EmbeddingModel
 from mmray.models.clip import DualEncoder, l2_normalize
-from mmray.models.protocol import Architecture
+from mmray.models.protocol import PRETRAINED, WeightSource
 
 
 class PixelMeansSettings(EmbeddingModel):
@@ -43,7 +43,7 @@ class PixelMeans(DualEncoder):
     """The base class adds the temperature and the methods of mmray/models/protocol.py."""
 
     def __init__(
-        self, spec: PixelMeansSettings, vocab_size: int, architecture: Architecture = None
+        self, spec: PixelMeansSettings, vocab_size: int, source: WeightSource = PRETRAINED
     ) -> None:
         torch.manual_seed(0)
         super().__init__(ImageBranch(spec.embed_dim), TextBranch(vocab_size, spec.embed_dim), spec)

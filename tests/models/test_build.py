@@ -29,6 +29,7 @@ from mmray.config import (
 from mmray.errors import UsageError
 from mmray.models import protocol
 from mmray.models.build import build, build_on
+from mmray.models.protocol import PRETRAINED, RANDOM_WEIGHTS, saved_layers
 from mmray.models.synthetic import synthetic_batch
 from tests.engine.fake_cuda import DEVICES, fake_gpus
 from tests.models import test_clip, test_fusion
@@ -134,10 +135,11 @@ def test_model_rebuilds_from_its_architecture(name: str) -> None:
     moved = (
         spec.model_copy(update={"weights": "/no/such/place"}) if hasattr(spec, "weights") else spec
     )
-    again = build(moved, VOCAB, json.loads(json.dumps(model.architecture()))).double().eval()
+    saved = saved_layers(json.loads(json.dumps(model.architecture())))
+    again = build(moved, VOCAB, saved).double().eval()
     again.load_state_dict(model.state_dict())
     torch.testing.assert_close(again(batch), model.eval()(batch), rtol=0, atol=0)
-    build(moved, VOCAB, {}).load_state_dict(model.state_dict())
+    build(moved, VOCAB, RANDOM_WEIGHTS).load_state_dict(model.state_dict())
 
 
 HF_TOWERS = {
@@ -172,8 +174,11 @@ def test_model_without_weights_has_no_parameter_in_memory_and_the_same_buffers(n
     shapes are equal.
     """
     spec = (SPECS | OTHER_SPECS)[name]
-    model: Any = build(spec, VOCAB, HF_TOWERS if name == "transformers" else None)
-    without = build_on("meta", spec, VOCAB, json.loads(json.dumps(model.architecture())))
+    model: Any = build(
+        spec, VOCAB, saved_layers(HF_TOWERS) if name == "transformers" else PRETRAINED
+    )
+    saved = saved_layers(json.loads(json.dumps(model.architecture())))
+    without = build_on("meta", spec, VOCAB, saved)
     assert {name: value.shape for name, value in without.state_dict().items()} == {
         name: value.shape for name, value in model.state_dict().items()
     }
@@ -289,7 +294,7 @@ def test_custom_kind(kind: str, message: str | None) -> None:
         assert model.seen == (kind, VOCAB)
         assert isinstance(model, Custom) and type(model).__name__ == "Custom"
         assert isinstance(copy.deepcopy(model), protocol.Model), "with the optional methods"
-        assert (model.branches(), model.architecture(), model.build_notes) == ({}, None, ())
+        assert (model.branches(), model.architecture(), model.build_notes) == ({}, {}, ())
         return
     with pytest.raises(UsageError, match=rf"^model\.kind: .*{message}"):
         build(model_section(kind)(kind=kind), VOCAB)

@@ -23,6 +23,7 @@ from mmray.engine.step import optimizer_step
 from mmray.errors import DataError, UsageError
 from mmray.models.build import build
 from mmray.models.export.export import export
+from mmray.models.protocol import RANDOM_WEIGHTS
 from mmray.models.regions import SAMPLES_PER_SIDE, LabelTexts, region_features
 from mmray.models.synthetic import synthetic_batch
 from tests.engine import toy
@@ -168,7 +169,7 @@ def test_micro_batch_without_boxes_trains_and_label_ids_are_saved() -> None:
     spec = spec_of(inputs=BOXED, region_labels=LABELS)
     with pytest.raises(UsageError, match="names are not tokenized"):
         build(spec, VOCAB)(batch)
-    assert build(spec, VOCAB, {})(batch)["region_logits"].shape == (2, 3, 4)
+    assert build(spec, VOCAB, RANDOM_WEIGHTS)(batch)["region_logits"].shape == (2, 3, 4)
 
 
 def test_exported_region_head_equals_trained(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from mmray.config import ImageTower, Inputs, TextTower, TwoTower
 from mmray.errors import UsageError
 from mmray.models.build import build
 from mmray.models.encoders.image import build_image_tower
+from mmray.models.protocol import RANDOM_WEIGHTS, saved_layers
 from mmray.models.synthetic import synthetic_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -164,10 +165,10 @@ def test_saved_encoder_has_equal_features_and_rebuilds(family: str, tmp_path: Pa
         if weight.requires_grad and weight.grad is None
     ]
     architecture = json.loads(json.dumps(model.architecture()))
-    assert build(spec, 30, {}).architecture() == model.architecture()
+    assert build(spec, 30, RANDOM_WEIGHTS).architecture() == model.architecture()
     for file in tmp_path.iterdir():
         file.unlink()
-    again = build(spec, 30, architecture).eval()
+    again = build(spec, 30, saved_layers(architecture)).eval()
     again.load_state_dict(model.state_dict())
     with torch.no_grad():
         torch.testing.assert_close(

@@ -28,6 +28,7 @@ from mmray.errors import UsageError
 from mmray.models.build import build
 from mmray.models.encoders.positions import image_positions, text_positions
 from mmray.models.export.export import export
+from mmray.models.protocol import saved_layers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHORT = ["a red circle", "a blue square on a green ground"]
@@ -131,7 +132,7 @@ def test_vit_tower_takes_another_size_also_when_it_resumes(tmp_path: Path) -> No
     inputs = INPUTS.model_copy(update={"image_side": 48})
     spec = TwoTower(inputs=inputs, image=image, embed_dim=16)
     model: Any = build(spec, VOCAB).eval()
-    resumed: Any = build(spec, VOCAB, model.architecture()).eval()
+    resumed: Any = build(spec, VOCAB, saved_layers(model.architecture())).eval()
     resumed.load_state_dict(model.state_dict())
     pixels = torch.randint(0, 256, (2, 3, 48, 48), dtype=torch.uint8)
     embedded = model.embed_image(pixels)

@@ -24,6 +24,7 @@ from mmray.config import (
 from mmray.engine.checkpoint import state_io
 from mmray.errors import UsageError
 from mmray.models.build import build
+from mmray.models.protocol import saved_layers
 from tests.engine import recipe_models
 from tests.models.test_towers import train_and_resume
 
@@ -162,7 +163,7 @@ def test_every_trained_weight_gets_a_gradient_and_a_copy_is_equal(
         rtol=0,
         atol=1e-9,
     )
-    copy: Any = build(spec, recipe_models.VOCAB, model.architecture()).double()
+    copy: Any = build(spec, recipe_models.VOCAB, saved_layers(model.architecture())).double()
     copy.load_state_dict(model.state_dict())
     # A resumed run trains the same weights.
     assert [each.requires_grad for each in copy.parameters()] == [

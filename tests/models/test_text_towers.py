@@ -17,6 +17,7 @@ from mmray.builtin import HF_TEXT_TYPES
 from mmray.config import TextTower
 from mmray.errors import UsageError
 from mmray.models.encoders.text import POSITIONS_AFTER_PAD, HfTextTower, build_text_tower
+from mmray.models.protocol import saved_layers
 
 IDS = torch.randint(0, 30, (3, 8), generator=torch.Generator().manual_seed(0))
 MASK = (torch.arange(8) < torch.tensor([[8], [5], [2]])).long()
@@ -54,9 +55,8 @@ def test_random_bert_of_an_earlier_version_is_rebuilt() -> None:
     config = BertConfig(
         vocab_size=30, hidden_size=24, num_hidden_layers=1, num_attention_heads=3, type_vocab_size=1
     )
-    tower = build_text_tower(
-        TextTower(width=24, depth=1), 30, 12, {"text": json.loads(json.dumps(config.to_dict()))}
-    )
+    saved = saved_layers({"text": json.loads(json.dumps(config.to_dict()))})
+    tower = build_text_tower(TextTower(width=24, depth=1), 30, 12, saved)
     assert isinstance(tower, HfTextTower) and tower.width == 24
 
 
@@ -101,8 +101,8 @@ def test_saved_encoder_of_every_family(family: str, tmp_path: Path) -> None:
     )
     assert torch.equal(speaking(ids, MASK)[0], tower(ids, MASK)[0])
     assert not torch.allclose(speaking(ids.clamp(min=31), MASK)[0], tower(ids, MASK)[0])
-    values = {"text": json.loads(json.dumps(speaking.net.config.to_dict()))}
-    again = build_text_tower(TextTower(weights="/no/such/place"), 32, 12, values, "[{}]").eval()
+    saved = saved_layers({"text": json.loads(json.dumps(speaking.net.config.to_dict()))})
+    again = build_text_tower(TextTower(weights="/no/such/place"), 32, 12, saved, "[{}]").eval()
     again.load_state_dict(speaking.state_dict())
     assert torch.equal(again(ids, MASK)[0], speaking(ids, MASK)[0])
     for rows, token in ((32, ""), (3000, "[{}]")):  # another tokenizer is still refused

@@ -27,6 +27,7 @@ from mmray.engine.collectives import Group
 from mmray.models.build import build
 from mmray.models.encoders.audio import AudioTransformer
 from mmray.models.encoders.text import masked_mean
+from mmray.models.protocol import RANDOM_WEIGHTS
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.contrastive import AudioText
 from mmray.objectives.matching import ClipMatching
@@ -50,7 +51,7 @@ def batch_of(rows: int = 8) -> dict[str, Tensor]:
 
 def model_of() -> Any:
     torch.manual_seed(3)
-    return build(SPEC, recipe_models.VOCAB, {}).double()
+    return build(SPEC, recipe_models.VOCAB, RANDOM_WEIGHTS).double()
 
 
 def test_a_missing_modality_has_the_embedding_zero_and_no_gradient() -> None:
@@ -118,7 +119,7 @@ def test_heads_read_the_modalities_of_a_row_and_nothing_else() -> None:
     """Those of a batch are those of each row alone, without padding."""
     spec, _ = recipe_models.OTHER_MODELS["towers with heads"]
     torch.manual_seed(3)
-    model: Any = build(spec, recipe_models.VOCAB, {}).double()
+    model: Any = build(spec, recipe_models.VOCAB, RANDOM_WEIGHTS).double()
     batch = with_negatives(batch_of())
     batch["audio"][3, 700:] = 0  # as the stream pads
     heads = ("class_logits", "match", "match_negative")
@@ -144,7 +145,7 @@ def test_heads_learn_from_the_modalities_that_rows_have() -> None:
     """Four classes: a bright quarter, a pitch and a word. Rows lack audio, video or neither."""
     torch.manual_seed(0)
     spec, _ = recipe_models.OTHER_MODELS["towers with heads"]
-    model = build(spec.replace(classes=4), recipe_models.VOCAB, {}).train()
+    model = build(spec.replace(classes=4), recipe_models.VOCAB, RANDOM_WEIGHTS).train()
     batch = synthetic_batch(spec.inputs, recipe_models.VOCAB, 12, "cpu")
     label = torch.arange(12) % 4
     video = torch.zeros(12, 3, 3, 2, 8, 2, 8, dtype=torch.uint8)
@@ -242,7 +243,7 @@ def test_resumed_run_equals_uninterrupted(tmp_path: Path) -> None:
 def test_without_layers_a_video_is_the_mean_of_its_frames() -> None:
     torch.manual_seed(3)
     spec = SPEC.replace(video=FrameTransformer(depth=0))
-    model: Any = build(spec, recipe_models.VOCAB, {}).double()
+    model: Any = build(spec, recipe_models.VOCAB, RANDOM_WEIGHTS).double()
     pixels = torch.randn(2, 3, 3, 16, 16, dtype=torch.float64)
     features, mask = model.video.tower(pixels, torch.tensor([3, 1]))
     assert mask.tolist() == [[1, 1, 1], [1, 0, 0]]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmray.builtin import GROUP_CHANNELS, HF_IMAGE_TYPES
 from mmray.errors import UsageError, first_line
 from mmray.models.encoders.positions import resize_vision_model
-from mmray.models.protocol import Architecture
+from mmray.models.protocol import PRETRAINED, WeightSource
 from mmray.models.weights import (
     build_hf_encoder,
     encoder_config,
@@ -41,7 +41,7 @@ RESNET_LAYERS = {
 
 
 def build_image_tower(
-    spec: ImageTower, image_side: int, batch_norm: str, architecture: Architecture = None
+    spec: ImageTower, image_side: int, batch_norm: str, source: WeightSource = PRETRAINED
 ) -> ImageEncoder:
     """Build the image tower that `spec` names, with its weights.
 
@@ -51,9 +51,7 @@ def build_image_tower(
         image_side: Height and width of an image in pixels.
         batch_norm: Statistics of BatchNorm: `local` (of each worker), `frozen` (the running ones of
             the weights) or `synced` (of all workers).
-        architecture: None: read the pretrained weights that `spec` names, if any. A dict: build the
-            tower with random weights, which the caller then replaces; its key `image` has the
-            transformers config of the tower, if it has one, as JSON values.
+        source: Its part `image` is the transformers config of the tower, if it has one.
 
     Returns:
         A module from normalized pixels [B, 3, S, S] to one feature vector for each image [B,
@@ -65,12 +63,12 @@ def build_image_tower(
     """
     tower: ImageEncoder
     load_into: nn.Module
-    read_weights = architecture is None and spec.weights != "none"
+    read_weights = source.pretrained and spec.weights != "none"
     if spec.name == "convnet":
         tower = load_into = ConvNet(spec.width, spec.depth)
     else:
         if spec.name in ("transformers", "vit"):
-            net, width, prefix = _hf_network(spec, image_side, architecture)
+            net, width, prefix = _hf_network(spec, image_side, source)
             read_weights = read_weights and spec.name == "vit"
         else:
             net, width, prefix = _resnet(spec, read_weights)
@@ -247,22 +245,19 @@ class Backbone(ImageEncoder):
         return self
 
 
-def _hf_network(
-    spec: ImageTower, image_side: int, architecture: Architecture
-) -> tuple[Any, int, int]:
+def _hf_network(spec: ImageTower, image_side: int, source: WeightSource) -> tuple[Any, int, int]:
     """Network, width and prefix tokens: from `spec.weights`, or untrained from a config or the
     settings (`vit`).
     """
     from transformers import ViTConfig
 
-    saved = (architecture or {}).get("image")
     weights = None
-    if spec.name == "vit" and saved is None:
+    if spec.name == "vit" and "image" not in source.saved:
         sizes: Any = {"image_size": image_side, "patch_size": spec.patch}
         config = ViTConfig(**transformer_config(spec), **sizes, layer_norm_eps=1e-6)
     else:
-        config = encoder_config(WEIGHTS_SETTING, spec.weights, HF_IMAGE_TYPES, saved)
-        weights = spec.weights if architecture is None else None
+        config = encoder_config("image", WEIGHTS_SETTING, spec.weights, HF_IMAGE_TYPES, source)
+        weights = spec.weights if source.pretrained else None
     net = build_hf_encoder(WEIGHTS_SETTING, weights, config)
     config = net.config
     if config.model_type == "vit":

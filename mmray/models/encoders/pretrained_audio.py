@@ -19,7 +19,7 @@ from mmray.builtin import HF_AUDIO_TYPES
 from mmray.errors import UsageError
 from mmray.models.encoders.audio import mel_power
 from mmray.models.encoders.text import length_mask
-from mmray.models.protocol import Architecture
+from mmray.models.protocol import WeightSource
 from mmray.models.weights import encoder_config, freeze_batch_norms, load_pretrained, set_dropout
 
 if TYPE_CHECKING:
@@ -219,16 +219,13 @@ AUDIO_ENCODERS: Mapping[str, Callable[[Any, str | None], PretrainedAudio]] = Map
 
 
 def build_pretrained_audio(
-    spec: AudioTower, inputs: ClipInputs, architecture: Architecture
+    spec: AudioTower, inputs: ClipInputs, source: WeightSource
 ) -> PretrainedAudio:
     """Build the audio encoder of `model.audio.weights`.
 
     Args:
         inputs: The `model.inputs` section; rate and length of the audio must suit the weights.
-        architecture: None: the weights are read. Otherwise the description that a checkpoint has of
-            its model: the encoder gets random weights, which the checkpoint replaces. Its key
-            `audio` is the config of transformers; without the key it is read from
-            `model.audio.weights`.
+        source: Its part `audio` is the transformers config.
 
     Returns:
         A WhisperAudio or ClapAudio: a module from samples int16 [B, N], `model.inputs.audio_rate`
@@ -239,10 +236,9 @@ def build_pretrained_audio(
         UsageError: The weights cannot be read, or do not suit the inputs: their rate is not
             `audio_rate`, or they take less than `clip_s` seconds.
     """
-    saved = (architecture or {}).get("audio")
-    config = encoder_config(WEIGHTS_SETTING, spec.weights, HF_AUDIO_TYPES, saved)
+    config = encoder_config("audio", WEIGHTS_SETTING, spec.weights, HF_AUDIO_TYPES, source)
     set_dropout(getattr(config, "audio_config", config), spec.dropout)
-    weights = spec.weights if architecture is None else None
+    weights = spec.weights if source.pretrained else None
     tower = AUDIO_ENCODERS[config.model_type](config, weights)
     if inputs.audio_rate != tower.rate:
         raise UsageError(

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from mmray.builtin import HF_TEXT_TYPES, POSITIONS_AFTER_PAD
 from mmray.errors import UsageError
-from mmray.models.protocol import Architecture
+from mmray.models.protocol import PRETRAINED, WeightSource
 from mmray.models.weights import (
     add_language_rows,
     build_hf_encoder,
     check_vocab_size,
-    load_config,
+    encoder_config,
     set_dropout,
     transformer_config,
 )
@@ -35,7 +35,7 @@ def build_text_tower(
     spec: TextTower,
     vocab_size: int,
     max_tokens: int,
-    architecture: Architecture = None,
+    source: WeightSource = PRETRAINED,
     language_token: str = "",
 ) -> HfTextTower | TextTransformer:
     """Build the text tower that `spec` names, with its weights.
@@ -45,9 +45,7 @@ def build_text_tower(
             hub name.
         vocab_size: Number of tokens of the tokenizer.
         max_tokens: Maximum number of tokens of a text.
-        architecture: None: read the pretrained weights that `spec` names, if any. A dict: build the
-            tower with random weights, which the caller then replaces; its key `text` has the
-            transformers config of the tower, if it has one, as JSON values.
+        source: Its part `text` is the transformers config of the tower, if it has one.
         language_token: Pattern of the language tokens, such as `[{}]`, where the code of a language
             replaces {}; pretrained weights get embedding rows for them. Empty: none.
 
@@ -59,28 +57,20 @@ def build_text_tower(
         UsageError: The weights cannot be read, do not suit the tokenizer, or have too few
             positions.
     """
-    # The config of pretrained weights.
-    saved = (architecture or {}).get("text")
-    if spec.weights == "none" and saved is None:
+    if spec.weights == "none" and "text" not in source.saved:
         return TextTransformer(spec, vocab_size, max_tokens)
-    from transformers import AutoConfig, BertConfig
-
-    weights = None
-    if saved is not None:
-        config = AutoConfig.for_model(**saved)
+    weights = spec.weights if source.pretrained else None
+    if source.pretrained or "text" in source.saved:
+        config = encoder_config("text", WEIGHTS_SETTING, spec.weights, HF_TEXT_TYPES, source)
     else:
-        if architecture is None:
-            weights = spec.weights
-            config = load_config(WEIGHTS_SETTING, spec.weights, HF_TEXT_TYPES)
-        else:
-            values = transformer_config(spec) | {
-                "vocab_size": vocab_size,
-                "max_position_embeddings": max_tokens,
-            }
-            config = BertConfig(**values, type_vocab_size=1)
+        from transformers import BertConfig
+
+        sizes: Any = {"vocab_size": vocab_size, "max_position_embeddings": max_tokens}
+        config = BertConfig(**transformer_config(spec), **sizes, type_vocab_size=1)
+    if "text" not in source.saved:
         set_dropout(config, spec.dropout)
     net = build_hf_encoder(WEIGHTS_SETTING, weights, config)
-    if weights is not None:
+    if source.pretrained:
         add_language_rows(net, vocab_size, language_token)
     hf = net.config
     check_vocab_size(WEIGHTS_SETTING, spec.weights, hf.vocab_size, vocab_size)

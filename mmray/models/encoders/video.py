@@ -11,7 +11,7 @@ from mmray.builtin import HF_VIDEO_TYPES
 from mmray.errors import UsageError
 from mmray.models.encoders.image import build_image_tower
 from mmray.models.encoders.text import INIT_STD, TransformerLayer, length_mask, mask_with_first
-from mmray.models.protocol import Architecture
+from mmray.models.protocol import PRETRAINED, WeightSource
 from mmray.models.weights import build_hf_encoder, encoder_config, set_dropout
 
 if TYPE_CHECKING:
@@ -31,19 +31,17 @@ class FrameEncoder(nn.Module):
     Args:
         spec: The `model` section, with the image tower `image` and the transformer `video`, whose
             `depth` may be 0.
-        architecture: None: read the pretrained weights that `spec` names, if any. A dict: build the
-            encoder with random weights, which the caller then replaces; its key `image` has the
-            transformers config of the image tower, if it has one, as JSON values.
+        source: Its part `image` is the transformers config of the image tower, if it has one.
 
     Raises:
         UsageError: `model.video.heads` does not divide the width of the image tower.
     """
 
-    def __init__(self, spec: Towers, architecture: Architecture = None) -> None:
+    def __init__(self, spec: Towers, source: WeightSource = PRETRAINED) -> None:
         super().__init__()
         inputs = spec.inputs
         video = spec.video
-        self.image = build_image_tower(spec.image, inputs.image_side, spec.batch_norm, architecture)
+        self.image = build_image_tower(spec.image, inputs.image_side, spec.batch_norm, source)
         self.width = self.image.width
         if video.depth and self.width % video.heads:
             raise UsageError(
@@ -93,19 +91,15 @@ class VideoMae(nn.Module):
     Args:
         spec: The `model.video` section.
         inputs: The `model.inputs` section; number and size of the frames must suit the weights.
-        architecture: None: read the weights. Otherwise they are random, and its key `video` has the
-            transformers config, if there is one.
+        source: Its part `video` is the transformers config.
 
     Raises:
         UsageError: The weights cannot be read, or do not suit the inputs.
     """
 
-    def __init__(
-        self, spec: FrameTransformer, inputs: ClipInputs, architecture: Architecture
-    ) -> None:
+    def __init__(self, spec: FrameTransformer, inputs: ClipInputs, source: WeightSource) -> None:
         super().__init__()
-        saved = (architecture or {}).get("video")
-        config = encoder_config(WEIGHTS_SETTING, spec.weights, HF_VIDEO_TYPES, saved)
+        config = encoder_config("video", WEIGHTS_SETTING, spec.weights, HF_VIDEO_TYPES, source)
         set_dropout(config, spec.dropout)
         for name, needed, given in (
             ("frames", config.num_frames, inputs.frames),
@@ -113,7 +107,7 @@ class VideoMae(nn.Module):
         ):
             if needed != given:
                 raise UsageError(f"model.inputs.{name}: {spec.weights} needs {needed}, not {given}")
-        weights = spec.weights if architecture is None else None
+        weights = spec.weights if source.pretrained else None
         self.net = build_hf_encoder(WEIGHTS_SETTING, weights, config)
         self.width = config.hidden_size
         self.frames = config.num_frames

@@ -29,6 +29,7 @@ from mmray.models.export import open_clip as open_clip_files
 from mmray.models.export.export import CONFIG, TOKENIZER, WEIGHTS, from_hf_state
 from mmray.models.export.vlm import load_vlm, read_spec
 from mmray.models.open_clip import rename_to_hf
+from mmray.models.protocol import saved_layers
 from mmray.models.regions import boxes_on_square, region_logits
 from mmray.storage.paths import AnyPath, local_copy, to_path
 
@@ -76,7 +77,7 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
         raise UsageError(
             f"{path} is not a model exported by `mmray export RUN {path}`: {reason}"
         ) from error
-    model = build(spec, spec.vocab_size or encoder.vocab_size, config["architecture"] or {})
+    model = build(spec, spec.vocab_size or encoder.vocab_size, saved_layers(config["architecture"]))
     in_hf_names = is_open_clip or "model_type" in config
     model.load_state_dict(from_hf_state(model, weights) if in_hf_names else weights)
     wrapper: Any = Embedder

@@ -29,7 +29,7 @@ from mmray.data.vlm.collate import (
 from mmray.data.vlm.encoder import EncodedRow, ProcessorEncoder, encoder_arguments
 from mmray.data.vlm.families import FAMILIES, WEIGHTS_SETTING, has_weights, is_packable
 from mmray.errors import UsageError
-from mmray.models.protocol import Architecture, Model
+from mmray.models.protocol import PRETRAINED, Model, WeightSource
 from mmray.models.vlm.attention import PACKED_ATTENTION, PACKED_VISION_ATTENTION
 from mmray.models.vlm.loss import chunked_cross_entropy
 from mmray.models.weights import load_config, load_pretrained
@@ -62,8 +62,7 @@ class Vlm(Model):
         spec: The config section `model` of kind `vlm`: the name or folder of the weights, and
             limits for the tokens of a row and the pixels of an image.
         vocab_size: Not used; the weights define it.
-        architecture: None: load the weights that `spec` names. Otherwise what `architecture()` of
-            the same model returned: the model has random weights, because the caller loads them.
+        source: Whether to load the weights that `spec` names.
 
     Attributes:
         mean: Mean of each channel of images, for pixels in 0..255, float [3]; empty if the model
@@ -85,12 +84,12 @@ class Vlm(Model):
     video_std: Tensor
 
     def __init__(
-        self, spec: VlmConfig, vocab_size: int = 0, architecture: Architecture = None
+        self, spec: VlmConfig, vocab_size: int = 0, source: WeightSource = PRETRAINED
     ) -> None:
         super().__init__()
         inputs = spec.inputs
         self.encoder = ProcessorEncoder(spec.weights, **encoder_arguments(inputs))
-        self.net = _build(spec.weights, None if architecture is None else architecture["config"])
+        self.net = _build(spec.weights, source)
         self.family = FAMILIES[self.net.config.model_type]
         self.text_config = self.net.config.get_text_config()
         self.dummy = self.encoder.encode_dummy()
@@ -108,10 +107,10 @@ class Vlm(Model):
                 f"{WEIGHTS_SETTING}: {spec.weights} has an output layer with a bias, which is not "
                 "supported"
             )
-        if architecture is None:
-            self.unused = self._unused_parameters()
+        if "unused" in source.saved:
+            self.unused: list[str] = source.saved["unused"]
         else:
-            self.unused = architecture["unused"]
+            self.unused = self._unused_parameters()
         for name in self.unused:
             self.net.get_parameter(name).requires_grad_(False)
 
@@ -499,20 +498,18 @@ def _as_list(value: int | list[int] | None) -> list[int]:
     return value if isinstance(value, list) else [value]
 
 
-def _build(weights: str, config: dict[str, Any] | None) -> Any:
-    """Build the transformers model: of a config with random weights, or the saved one.
-
-    A folder with a config but no weights is a model with random weights.
-    """
+def _build(weights: str, source: WeightSource) -> Any:
+    """Build the transformers model; of a folder with a config but no weights with random ones."""
     from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, GenerationConfig
 
-    if config is not None:
-        hf_config = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    saved = source.saved.get("config")
+    if saved is None:
+        config = load_config(WEIGHTS_SETTING, weights, tuple(FAMILIES))
     else:
-        hf_config = load_config(WEIGHTS_SETTING, weights, tuple(FAMILIES))
-        if has_weights(weights):
-            return load_pretrained(WEIGHTS_SETTING, weights, AutoModelForMultimodalLM, hf_config)
-    net = AutoModelForMultimodalLM.from_config(hf_config, dtype=torch.float32)
+        config = CONFIG_MAPPING[saved["model_type"]].from_dict(saved)
+    if source.pretrained and has_weights(weights):
+        return load_pretrained(WEIGHTS_SETTING, weights, AutoModelForMultimodalLM, config)
+    net = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
     with suppress(OSError):  # without the file it is of the config
         net.generation_config = GenerationConfig.from_pretrained(weights)
     return net

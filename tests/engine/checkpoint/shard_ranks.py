@@ -30,7 +30,7 @@ from mmray.engine.parallel.sharding import shard
 from mmray.engine.run_state import EMA_KEY
 from mmray.engine.worker import build_model
 from mmray.errors import MmrayError, OutOfMemoryError, StorageError, UsageError
-from mmray.models.protocol import is_sharded
+from mmray.models.protocol import PRETRAINED, is_sharded
 from mmray.objectives.contrastive import Contrastive
 from mmray.storage import requests
 from mmray.storage.lease import Lease
@@ -267,7 +267,7 @@ def build_without_files(group: Group, folder: Path) -> str:
     """
     model = Clip(weights=str(folder / "missing.pt"), vocab_size=9)
     try:
-        build_model(Config(model=model, train=Train(parallel="fsdp")), group, None, resumes=False)
+        build_model(Config(model=model, train=Train(parallel="fsdp")), group, PRETRAINED)
     except UsageError as error:
         return str(error)
     return "no error"

@@ -19,7 +19,7 @@ from mmray.engine.collectives import Group, to_local
 from mmray.engine.parallel.strategy import strategy_class
 from mmray.engine.parallel.transforms import apply_transforms
 from mmray.engine.worker import build_model
-from mmray.models.protocol import find_blocks
+from mmray.models.protocol import PRETRAINED, RANDOM_WEIGHTS, find_blocks
 from mmray.storage.ranges import RangeReader
 from tests.engine.ranks import join_group
 
@@ -73,9 +73,7 @@ def main(rank: int, folder: str, scenario: str) -> None:
 
 def build(config: Config, group: Group, checkpoint: Path | None) -> torch.nn.Module:
     """A sharded model, as in a worker."""
-    model = build_model(
-        config, group, None if checkpoint is None else {}, resumes=checkpoint is not None
-    )
+    model = build_model(config, group, PRETRAINED if checkpoint is None else RANDOM_WEIGHTS)
     model = apply_transforms(model, config.train, config.optimizer, group)
     return strategy_class(config.train)(group).wrap(model)
 

@@ -27,6 +27,7 @@ from mmray.engine.precision import fork_seeded_rng
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
 from mmray.models.build import build
+from mmray.models.protocol import RANDOM_WEIGHTS
 from mmray.models.synthetic import synthetic_batch
 from tests.engine import recipe_models, toy
 from tests.engine.recipe_models import MODELS, VOCAB, WITH_DROPOUT
@@ -49,7 +50,7 @@ def no_graphs_of_other_tests():
 def model_of(spec: Any, backend: Any = "none", **settings: Any) -> nn.Module:
     torch.manual_seed(0)
     return apply_transforms(
-        build(spec, VOCAB, {}),
+        build(spec, VOCAB, RANDOM_WEIGHTS),
         toy.train_settings(compile=backend, **settings),
         toy.OPTIMIZER,
         Group(),

@@ -26,6 +26,7 @@ from mmray.engine.parallel.transforms import (
 from mmray.engine.precision import Precision
 from mmray.errors import UsageError
 from mmray.models.build import build
+from mmray.models.protocol import RANDOM_WEIGHTS
 from mmray.models.synthetic import synthetic_batch
 from tests.engine import toy
 from tests.engine.recipe_models import VOCAB
@@ -50,7 +51,7 @@ def torchao() -> None:
 
 def model_of(spec: Any = SPEC, notes: list[str] | None = None, **settings: Any) -> nn.Module:
     torch.manual_seed(0)
-    model = build(spec, VOCAB, {})
+    model = build(spec, VOCAB, RANDOM_WEIGHTS)
     train = toy.train_settings(**settings)
 
     def notify(label: str, text: str) -> None:
@@ -171,7 +172,7 @@ def test_model_without_wide_trainable_layers_is_refused(
 def test_torchao_decides_which_layers_gain(
     torchao: None, recipe: str, converted: list[str]
 ) -> None:
-    model = build(SPEC, VOCAB, {})
+    model = build(SPEC, VOCAB, RANDOM_WEIGHTS)
     convert_branches(branches_of(model), recipe)
     classes = {name: type(layer).__name__ for name, layer in model.named_modules()}
     names = [name.rpartition(".")[2] for name, kind in classes.items() if "Float8" in kind]

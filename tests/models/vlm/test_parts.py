@@ -20,6 +20,7 @@ from mmray.errors import DataError, UsageError
 from mmray.models import lora
 from mmray.models.build import build
 from mmray.models.export.vlm import Conversations, export_vlm
+from mmray.models.protocol import saved_layers
 from mmray.models.vlm import attention
 from mmray.models.vlm.model import Vlm
 from mmray.training.evaluate_export import interpolate_from_start
@@ -299,7 +300,7 @@ def test_export_of_a_run_has_the_generation_settings_of_its_weights(folder_of, t
     settings = {"eos_token_id": [1, 2], "repetition_penalty": 1.25}
     (folder / "generation_config.json").write_text(json.dumps(settings))
     config = VlmConfig(weights=str(folder))
-    model = build(config, 0, Vlm(config).architecture())
+    model = build(config, 0, saved_layers(Vlm(config).architecture()))
     out = export_vlm(model, config.model_dump(mode="json"), tmp_path / "out")
     exported = json.loads((out / "generation_config.json").read_text())
     assert exported | settings == exported
