@@ -157,7 +157,6 @@ class PretrainedDualEncoder(DualEncoder):
 
     Attributes:
         hf_class: Name of its class in transformers, such as `CLIPModel`.
-        hf_names: Pairs (prefix of the names of weights in this class, prefix in transformers).
         build_notes: Lines for the console about interpolated positions.
     """
 
@@ -259,13 +258,13 @@ class Clip(PretrainedDualEncoder):
     """
 
     hf_class = "CLIPModel"
-    hf_names = (
-        ("image.tower.", "vision_model."),
-        ("image.project.", "visual_projection."),
-        ("text.tower.", "text_model."),
-        ("text.project.", "text_projection."),
-        ("log_scale", "logit_scale"),
-    )
+    hf_names: ClassVar[dict[str, str]] = {
+        "image.tower.": "vision_model.",
+        "image.project.": "visual_projection.",
+        "text.tower.": "text_model.",
+        "text.project.": "text_projection.",
+        "log_scale": "logit_scale",
+    }
 
     @staticmethod
     def default_hf_config(spec: Any, vocab_size: int) -> Any:
@@ -337,11 +336,11 @@ class Siglip(PretrainedDualEncoder):
 
     max_log_scale = None
     hf_class = "SiglipModel"
-    hf_names = (
-        ("image.tower.", "vision_model."),
-        ("text.tower.", "text_model."),
-        ("log_scale", "logit_scale"),
-    )
+    hf_names: ClassVar[dict[str, str]] = {
+        "image.tower.": "vision_model.",
+        "text.tower.": "text_model.",
+        "log_scale": "logit_scale",
+    }
     text: SiglipText
 
     @staticmethod

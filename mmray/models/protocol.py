@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -47,13 +47,13 @@ class Model(nn.Module):
 
     Attributes:
         build_notes: Lines for the console about how the model was built.
-        hf_names: For a model that transformers can open, pairs (prefix of the names of weights,
-            prefix in transformers).
+        hf_names: For a model that transformers can open, the prefixes of names of
+            weights, and those in transformers.
         shards_branches: Whether FSDP shards each branch as a whole besides its blocks.
     """
 
     build_notes: tuple[str, ...] = ()
-    hf_names: tuple[tuple[str, str], ...] = ()
+    hf_names: ClassVar[Mapping[str, str]] = {}
     shards_branches: bool = True
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:

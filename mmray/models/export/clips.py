@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,9 +16,8 @@ from mmray.data.media.formats import detect_demuxer
 from mmray.data.store.stored_row import Media, Row
 from mmray.data.stream.collate import Batch
 from mmray.errors import DataError, UsageError
-from mmray.models.export.load import Embedder
+from mmray.models.export.load import Embedder, MediaInput, unreadable
 
-MediaInput = bytes | str | Path
 Spans = Sequence[tuple[float, float] | None]
 _LENGTHS = {"audio": "num_samples", "video": "num_frames"}  # columns by kind
 
@@ -76,8 +74,8 @@ class ClipEmbedder(Embedder):
         branch = self._branch("video")
 
         def embed(start: int, part: Sequence[Any]) -> Tensor:
-            pixels = self._pixels(start, part)[:, None]
-            return branch(pixels, torch.ones(len(pixels), dtype=torch.long, device=self.device))
+            frame = self._pixels(start, part)[:, None]
+            return branch(frame, torch.ones(len(frame), dtype=torch.long, device=self.device))
 
         return self._in_batches(embed, batch, images)
 
@@ -100,7 +98,10 @@ class ClipEmbedder(Embedder):
         clips = ClipColumns(self.inputs)  # type: ignore[arg-type]
         columns = clips.empty(max(1, len(files)))
         for index, (file, span) in enumerate(zip(files, spans, strict=True)):
-            _set_clip(clips, columns, index, file, span, kind, start + index)
+            try:
+                clips.set_row(columns, index, _read_clip(file, span, kind), (0, 0), None)
+            except (OSError, BadImage) as error:
+                raise unreadable("file", start + index, file, error) from error
             if kind is not None and not columns[_LENGTHS[kind]][index]:
                 raise DataError(f"file {start + index}: it has no {kind}")
         batch = clips.to_batch(columns)
@@ -115,11 +116,11 @@ class ClipEmbedder(Embedder):
             columns = self._clips(start, part, of_part, kind)
             return branch(columns[kind], columns[_LENGTHS[kind]])
 
-        if spans is not None and len(spans) != len(files):
+        if spans is None:
+            spans = [None] * len(files)
+        if len(spans) != len(files):
             raise UsageError(f"spans: {len(spans)} for {len(files)} files; give one for each file")
-        return self._in_batches(
-            embed, batch, files, [None] * len(files) if spans is None else spans
-        )
+        return self._in_batches(embed, batch, files, spans)
 
 
 def _kind_of(data: bytes) -> str:
@@ -143,28 +144,13 @@ def _check_span(span: tuple[float, float], media: Media) -> None:
         raise BadMedia("span", f"the span {span[0]:g} to {span[1]:g} s is not in the file{has}")
 
 
-def _set_clip(
-    clips: ClipColumns,
-    columns: dict[str, np.ndarray],
-    index: int,
-    file: MediaInput,
-    span: tuple[float, float] | None,
-    kind: str | None,
-    number: int,
-) -> None:
-    """Decode the clip of a file into the columns of a batch. Raises DataError with `number`.
+def _read_clip(file: MediaInput, span: tuple[float, float] | None, kind: str | None) -> Row:
+    """Return the row of a file; without `kind` it is `video` if the file has frames.
 
-    Without `kind` it is `video` if the file has frames.
+    Raises OSError or BadMedia.
     """
-    try:
-        data = file if isinstance(file, bytes) else Path(file).read_bytes()
-        kind = kind or _kind_of(data)
-        media = Media(kind, data)
-        if span is not None:
-            _check_span(span, media)
-        row = Row("", [media], ["text"], spans=[list(span) if span else None])
-        clips.set_row(columns, index, row, (0, 0), None)
-    except (OSError, BadImage) as error:
-        name = f" ({file})" if isinstance(file, str | Path) else ""
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"file {number}{name}: {reason}") from error
+    data = file if isinstance(file, bytes) else Path(file).read_bytes()
+    media = Media(kind or _kind_of(data), data)
+    if span is not None:
+        _check_span(span, media)
+    return Row("", [media], ["text"], spans=[list(span) if span else None])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,14 +17,14 @@ from typing import Any, Literal
 
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmray.data.text.tokenizer import TextEncoder, is_clip_bpe
 from mmray.errors import UsageError
 from mmray.models import lora
 from mmray.models.export import open_clip as open_clip_files
 from mmray.models.open_clip import rename_from_hf
-from mmray.models.protocol import as_model
+from mmray.models.protocol import Model, as_model
 from mmray.models.weights import save_weights
 from mmray.storage.paths import AnyPath, RemotePath, copy_file, move_tree, temp_dir, to_path
 from mmray.version import VERSION
@@ -100,7 +100,7 @@ labels = classify("photo.jpg", candidate_labels=texts, hypothesis_template="{{}}
 
 
 def export(
-    model: Any,
+    module: nn.Module,
     spec: dict[str, Any],
     tokenizer_json: str,
     out: str | AnyPath,
@@ -110,7 +110,7 @@ def export(
     """Write a model to a folder that `mmray.load` opens; an earlier export is replaced at the end.
 
     Args:
-        model: A module with `embed_image`, from pixels uint8 [B, 3, S, S], and `embed_text`, from
+        module: A module with `embed_image`, from pixels uint8 [B, 3, S, S], and `embed_text`, from
             token ids and mask int64 [B, T], both to embeddings [B, D].
         spec: Its `model` section as JSON values, {field: value}, with `vocab_size` set.
         tokenizer_json: Its tokenizer, the text of a tokenizer.json.
@@ -127,10 +127,10 @@ def export(
             weights that peft cannot save, or open_clip has no such model.
     """
     out = to_path(out)
-    architecture = as_model(model).architecture()
+    model = as_model(module)
     hf = transformers_config(model, tokenizer_json)
     tokenizer, tokenizer_config = hf_tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
-    config = {EXPORT_MARKER: VERSION, "model": spec, "architecture": architecture}
+    config = {EXPORT_MARKER: VERSION, "model": spec, "architecture": model.architecture()}
     files: dict[str, Any] = {TOKENIZER: tokenizer, TOKENIZER_CONFIG: tokenizer_config}
     if format == "open_clip":
         files |= {
@@ -147,7 +147,7 @@ def export(
         }
     with replace_export(out) as folder:
         if adapters_only:
-            rename = partial(hf_name, model)
+            rename = partial(_rename, model.hf_names)
             lora.save_adapters(model, spec["lora"], spec["weights"], folder, rename)
         elif format == "open_clip":
             save_weights(rename_from_hf(to_hf_state(model)), folder / open_clip_files.WEIGHTS)
@@ -228,72 +228,61 @@ def _is_export_or_empty(folder: AnyPath) -> bool:
     return names <= EXPORT_FILES | set(config.get(FILE_NAMES, ()))
 
 
-def transformers_config(model: Any, tokenizer_json: str) -> dict[str, Any] | None:
+def transformers_config(model: Model, tokenizer_json: str) -> dict[str, Any] | None:
     """Return the values of config.json for transformers.
 
     Args:
-        model: The module to export, such as a `Clip`; None is returned for one without
-            `export_hf_config`.
         tokenizer_json: Its tokenizer, the text of a tokenizer.json, for the ids of special tokens.
 
     Returns:
         The values by name, such as `architectures` and `model_type`; None if transformers has no
         class that computes the same.
     """
-    if hasattr(model, "export_hf_config"):
-        tokenizer = Tokenizer.from_str(tokenizer_json)
-        tokenizer.no_padding()
-        caption = tokenizer.encode("a")
-        ids = caption.ids
-        special = caption.special_tokens_mask
-        # An end token occurs only at the end.
-        has_end = 0 in special and special[-1] and ids.index(ids[-1]) == len(ids) - 1
-        return model.export_hf_config(
-            ids[-1] if has_end else None, TextEncoder(tokenizer_json, 8).pad_id
-        )
-    return None
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    tokenizer.no_padding()
+    caption = tokenizer.encode("a")
+    ids = caption.ids
+    special = caption.special_tokens_mask
+    # An end token occurs only at the end.
+    has_end = 0 in special and special[-1] and ids.index(ids[-1]) == len(ids) - 1
+    pad_id = TextEncoder(tokenizer_json, 8).pad_id
+    return model.export_hf_config(ids[-1] if has_end else None, pad_id)
 
 
-def hf_name(model: Any, name: str) -> str:
-    """Return the name that a weight of a model has in transformers.
-
-    Args:
-        name: Name of the weight in the model; returned unchanged if no prefix matches.
-    """
-    return _rename(name, model.hf_names)
-
-
-def _rename(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
-    old, new = next((pair for pair in prefixes if name.startswith(pair[0])), ("", ""))
-    return new + name.removeprefix(old)
+def _rename(prefixes: Mapping[str, str], name: str) -> str:
+    """Return a name with another prefix; unchanged if none matches."""
+    for old, new in prefixes.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
 
 
-def to_hf_state(model: Any) -> dict[str, Tensor]:
+def to_hf_state(model: Model) -> dict[str, Tensor]:
     """Return the weights of a model under the names of transformers.
 
     Returns:
         Tensors by name; those of renamed weights are not copied.
     """
-    state = {hf_name(model, name): each for name, each in model.state_dict().items()}
+    state = {_rename(model.hf_names, name): each for name, each in model.state_dict().items()}
     if "logit_bias" in state:  # SigLIP stores its two scalars as vectors of one
         state |= {name: state[name].reshape(1) for name in ("logit_scale", "logit_bias")}
     return state
 
 
-def from_hf_state(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def from_hf_state(model: Model, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename the weights of transformers to those of the model.
 
     Returns:
         Tensors by their names in the model, for `load_state_dict`.
     """
-    prefixes = [(hf, ours) for ours, hf in model.hf_names]
-    out = {_rename(name, prefixes): each for name, each in state.items()}
+    prefixes = {hf: ours for ours, hf in model.hf_names.items()}
+    out = {_rename(prefixes, name): each for name, each in state.items()}
     return out | {
         name: out[name].reshape(()) for name in ("log_scale", "logit_bias") if name in out
     }
 
 
-def hf_tokenizer(model: Any, tokenizer_json: str, max_tokens: int) -> tuple[str, dict[str, Any]]:
+def hf_tokenizer(model: Model, tokenizer_json: str, max_tokens: int) -> tuple[str, dict[str, Any]]:
     """Return the tokenizer of an exported model in the format of transformers.
 
     Args:
@@ -308,7 +297,7 @@ def hf_tokenizer(model: Any, tokenizer_json: str, max_tokens: int) -> tuple[str,
         `model_input_names`.
     """
     tokenizer = Tokenizer.from_str(tokenizer_json)
-    padding = as_model(model).padding_length_and_id
+    padding = model.padding_length_and_id
     length, pad_id = padding or (max_tokens, TextEncoder(tokenizer_json, max_tokens).pad_id)
     pad = tokenizer.id_to_token(pad_id)
     settings = {

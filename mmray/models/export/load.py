@@ -8,7 +8,6 @@ import io
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from mmray.models import lora
 from mmray.models.build import build
 from mmray.models.export import open_clip as open_clip_files
 from mmray.models.export.export import CONFIG, TOKENIZER, WEIGHTS, from_hf_state
-from mmray.models.export.vlm import load_vlm, read_spec
+from mmray.models.export.vlm import as_section, load_vlm, read_spec
 from mmray.models.open_clip import rename_to_hf
 from mmray.models.protocol import saved_layers
 from mmray.models.regions import boxes_on_square, region_logits
@@ -37,7 +36,8 @@ if TYPE_CHECKING:
     from mmray.config import Inputs
 
 _PNG_MODES = ("1", "L", "LA", "P", "I", "I;16", "I;16B", "RGB", "RGBA")
-ImageInput = Image.Image | bytes | str | Path
+MediaInput = bytes | str | Path
+ImageInput = Image.Image | MediaInput
 
 
 def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
@@ -67,15 +67,12 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
         is_open_clip = (path / open_clip_files.CONFIG).exists()
         with local_copy(path / (open_clip_files.WEIGHTS if is_open_clip else WEIGHTS)) as file:
             weights = rename_to_hf(load_file(file)) if is_open_clip else load_file(file)
-        spec = json.loads(
-            json.dumps(config["model"]), object_hook=lambda values: SimpleNamespace(**values)
-        )
+        spec = as_section(config["model"])
         spec.settings = config["model"].get("settings", {})  # free settings of a user's own model
         encoder = build_encoder(tokenizer_json, spec.inputs)
     except Exception as error:  # the tokenizers package raises bare Exception
-        reason = getattr(error, "strerror", None) or error
         raise UsageError(
-            f"{path} is not a model exported by `mmray export RUN {path}`: {reason}"
+            f"{path} is not a model exported by `mmray export RUN {path}`: {reason_of(error)}"
         ) from error
     model = build(spec, spec.vocab_size or encoder.vocab_size, saved_layers(config["architecture"]))
     in_hf_names = is_open_clip or "model_type" in config
@@ -121,9 +118,11 @@ class Embedder:
         Raises:
             DataError: An image is unreadable; the message has its index.
         """
-        return self._in_batches(
-            lambda start, part: self.model.embed_image(self._pixels(start, part)), batch, images
-        )
+
+        def embed(start: int, part: Sequence[ImageInput]) -> Tensor:
+            return self.model.embed_image(self._pixels(start, part))
+
+        return self._in_batches(embed, batch, images)
 
     def embed_texts(
         self, texts: Sequence[str], batch: int = 256, language: str | None = None
@@ -137,10 +136,11 @@ class Embedder:
             UsageError: The language has no token.
             DataError: A caption is unusable; the message has its index.
         """
-        embed = self.model.embed_text
-        return self._in_batches(
-            lambda start, part: embed(*self._tokens(start, part, language)), batch, texts
-        )
+
+        def embed(start: int, part: Sequence[str]) -> Tensor:
+            return self.model.embed_text(**self._tokens(start, part, language))
+
+        return self._in_batches(embed, batch, texts)
 
     def match(
         self,
@@ -245,9 +245,7 @@ class Embedder:
             )
 
         def logits(start: int, images: Sequence[ImageInput], texts: Sequence[str]) -> Tensor:
-            ids, mask = self._tokens(start, texts, language)
-            tokens = {"input_ids": ids, "attention_mask": mask}
-            return head(self._pair_features(start, images, tokens))
+            return head(self._pair_features(start, images, self._tokens(start, texts, language)))
 
         return self._in_batches(logits, batch, images, texts)
 
@@ -265,29 +263,26 @@ class Embedder:
         """
         if any(isinstance(column, str | bytes) for column in columns):
             raise TypeError("pass a list, even for a single item")
-        starts = range(0, max(1, len(columns[0])), batch)
-        slices = (
-            (start, *(column[start : start + batch] for column in columns)) for start in starts
-        )
-        return torch.cat([compute(*args).float().cpu() for args in slices])[: len(columns[0])]
+        results = []
+        for start in range(0, max(1, len(columns[0])), batch):
+            parts = [column[start : start + batch] for column in columns]
+            results.append(compute(start, *parts).float().cpu())
+        return torch.cat(results)[: len(columns[0])]
 
     def _pixels(self, start: int, images: Sequence[ImageInput]) -> Tensor:
-        return load_images(list(images) or [Image.new("RGB", (8, 8))], self.inputs, start).to(
-            self.device
-        )
+        images = list(images) or [Image.new("RGB", (8, 8))]
+        return load_images(images, self.inputs, start).to(self.device)
 
-    def _tokens(self, start: int, texts: Sequence[str], language: str | None) -> list[Tensor]:
-        """Ids and mask [B, T] on the device; `start` is the index of the first text, for errors."""
+    def _tokens(self, start: int, texts: Sequence[str], language: str | None) -> Batch:
+        """Columns of texts on the device; `start` is the index of the first text, for errors."""
         captions = []
         for index, text in enumerate(list(texts) or ["a"], start):
             try:
                 captions.append(self._encoder.format_caption(clean_caption(text), language))
             except BadRow as bad:
                 raise DataError(f"text {index}: {bad.reason}: {bad.detail}") from bad
-        return [
-            column.to(self.device)
-            for column in token_columns(*self._encoder.encode(captions)).values()
-        ]
+        tokens = token_columns(*self._encoder.encode(captions))
+        return {name: column.to(self.device) for name, column in tokens.items()}
 
 
 def load_images(images: Sequence[ImageInput], inputs: Inputs, first: int = 0) -> Tensor:
@@ -331,7 +326,15 @@ def decode_image(index: int, image: ImageInput) -> np.ndarray:
             image = file.getvalue()
         return decode(image if isinstance(image, bytes) else Path(image).read_bytes(), MAX_PIXELS)
     except (OSError, ValueError) as error:
-        name = f" ({image})" if isinstance(image, str | Path) else ""
-        raise DataError(
-            f"image {index}{name}: {getattr(error, 'strerror', None) or error}"
-        ) from error
+        raise unreadable("image", index, image, error) from error
+
+
+def unreadable(kind: str, index: int, medium: ImageInput, error: Exception) -> DataError:
+    """Return the error of a medium that cannot be decoded: its index, its path, and the reason."""
+    name = f" ({medium})" if isinstance(medium, str | Path) else ""
+    return DataError(f"{kind} {index}{name}: {reason_of(error)}")
+
+
+def reason_of(error: Exception) -> str:
+    """Return the text of an error without the path that the text of an OSError repeats."""
+    return str(getattr(error, "strerror", None) or error)

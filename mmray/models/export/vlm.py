@@ -187,6 +187,11 @@ def read_spec(folder: AnyPath) -> Any:
         values = json.loads((folder / CONFIG).read_text()).get(VLM_SPEC)
     except (OSError, ValueError, AttributeError):
         return None
+    return as_section(values)
+
+
+def as_section(values: Any) -> Any:
+    """Return the `model` section of an export, JSON values, as an object with attributes."""
     return json.loads(json.dumps(values), object_hook=lambda each: SimpleNamespace(**each))
 
 
