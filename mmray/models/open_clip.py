@@ -102,7 +102,9 @@ def preprocessing(file: Path) -> dict[str, Any]:
     """
     given = _read_config(file).get("preprocess_cfg", {})
     inputs = {name: given[name] for name in ("mean", "std", "interpolation") if name in given}
-    return inputs | ({"fit": FIT[given["resize_mode"]]} if given.get("resize_mode") in FIT else {})
+    if given.get("resize_mode") in FIT:
+        inputs["fit"] = FIT[given["resize_mode"]]
+    return inputs
 
 
 def _read_config(file: Path) -> dict[str, Any]:
@@ -132,11 +134,9 @@ def rename_to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
             out[_PROJECTIONS[name]] = tensor.T.contiguous()
             continue
         name = _replaced(name, _TIMM_NAMES | _IMAGE_NAMES | _TEXT_NAMES)
-        prefix, packed, suffix = name.partition("in_proj_")
-        if packed:
-            out |= zip(
-                (f"{prefix}{part}_proj.{suffix}" for part in "qkv"), tensor.chunk(3), strict=True
-            )
+        if "in_proj_" in name:
+            for part, weight in zip("qkv", tensor.chunk(3), strict=True):
+                out[name.replace("in_proj_", f"{part}_proj.")] = weight
         else:
             out[name] = tensor
     return _to_siglip(out) if _PROBE in out else out
@@ -216,7 +216,7 @@ def model_kind(hf: dict[str, Tensor]) -> str:
     return "siglip" if _PROBE in hf else "clip"
 
 
-def infer_sizes(weights: str, hf: dict[str, Tensor]) -> dict[str, int]:
+def infer_sizes(weights: str, hf: dict[str, Tensor]) -> dict[str, dict[str, int]]:
     """Infer the sizes of a model from the shapes of its weights.
 
     Args:
@@ -225,21 +225,18 @@ def infer_sizes(weights: str, hf: dict[str, Tensor]) -> dict[str, int]:
             `vision_model.post_layernorm.weight`.
 
     Returns:
-        `image_side` and `patch` (side of a patch) in pixels, `max_tokens`, and `vocab_size` (rows
-        of the token embedding).
+        Config values of transformers by `vision` and `text`, such as `hidden_size`.
 
     Raises:
         UsageError: A weight is missing, so it is no checkpoint of open_clip with a ViT.
     """
     patches = "vision_model.embeddings.patch_embedding.weight"
     tokens = "text_model.embeddings.token_embedding.weight"
-    is_siglip = model_kind(hf) == "siglip"
-    projections = () if is_siglip else ("visual_projection.weight", "text_projection.weight")
-    missing = [
-        name
-        for name in (_IMAGE_POSITIONS, _TEXT_POSITIONS, patches, tokens, *projections)
-        if name not in hf
-    ]
+    required = [_IMAGE_POSITIONS, _TEXT_POSITIONS, patches, tokens]
+    is_clip = model_kind(hf) == "clip"
+    if is_clip:
+        required += ["visual_projection.weight", "text_projection.weight"]
+    missing = [name for name in required if name not in hf]
     if missing and not any(name.startswith(("vision_model.", "text_model.")) for name in hf):
         raise UsageError(
             f"model.weights: {weights} is not a checkpoint of open_clip. If it is an image encoder "
@@ -255,15 +252,24 @@ def infer_sizes(weights: str, hf: dict[str, Tensor]) -> dict[str, int]:
             "its folder"
         )
     # CLIP has a position for its class token too.
-    num_patches = len(hf[_IMAGE_POSITIONS]) - (not is_siglip)
+    num_patches = len(hf[_IMAGE_POSITIONS]) - is_clip
     patch = hf[patches].shape[-1]
-    side = patch * math.isqrt(num_patches)
-    max_tokens = len(hf[_TEXT_POSITIONS])
+    image = {"patch_size": patch, "image_size": patch * math.isqrt(num_patches)}
+    text = {"vocab_size": len(hf[tokens]), "max_position_embeddings": len(hf[_TEXT_POSITIONS])}
     return {
-        "image_side": side,
-        "patch": patch,
-        "max_tokens": max_tokens,
-        "vocab_size": len(hf[tokens]),
+        "vision": _transformer_sizes("vision", hf) | image,
+        "text": _transformer_sizes("text", hf) | text,
+    }
+
+
+def _transformer_sizes(part: str, hf: dict[str, Tensor]) -> dict[str, int]:
+    width = hf[f"{part}_model.embeddings.position_embedding.weight"].shape[1]
+    norms = [name for name in hf if name.startswith(part) and name.endswith(".layer_norm1.weight")]
+    first = f"{part}_model.encoder.layers.0.mlp.fc1.weight"
+    return {
+        "hidden_size": width,
+        "num_hidden_layers": len(norms),
+        "intermediate_size": len(hf[first]) if first in hf else 4 * width,
     }
 
 
@@ -288,15 +294,11 @@ def hf_config(state: dict[str, Tensor], hf: dict[str, Tensor], spec: Any) -> dic
             f"model.kind: {spec.weights} is a {kind} checkpoint, not {spec.kind}; set "
             f"model.kind {kind}"
         )
-    size = infer_sizes(spec.weights, hf)
+    sizes = infer_sizes(spec.weights, hf)
+    vision: dict[str, Any] = {**sizes["vision"]}
+    text: dict[str, Any] = {**sizes["text"], "bos_token_id": None, "eos_token_id": None}
     config = _read_config(Path(spec.weights).expanduser())
     model = config.get("model_cfg", config)
-    vision: dict[str, Any] = {"image_size": size["image_side"], "patch_size": size["patch"]}
-    text: dict[str, Any] = {
-        "vocab_size": size["vocab_size"],
-        "max_position_embeddings": size["max_tokens"],
-    }
-    text |= {"bos_token_id": None, "eos_token_id": None}
     shared: dict[str, Any] = {}
     if kind == "siglip":
         vision |= _siglip_image(spec.weights, model)
@@ -304,27 +306,12 @@ def hf_config(state: dict[str, Tensor], hf: dict[str, Tensor], spec: Any) -> dic
     else:
         shared = {"projection_dim": len(hf["text_projection.weight"])}
         activation = shared | {"hidden_act": _activation(state, spec, config, model)}
-        vision = vision | activation
-        text = text | activation
+        heads = _num_heads("vision", vision["hidden_size"], model.get("vision_cfg"))
+        vision |= activation | {"num_attention_heads": heads}
+        text |= activation
     _check_supported(spec.weights, model, kind)
-
-    def tower(part: str, values: dict[str, Any]) -> dict[str, Any]:
-        width = hf[f"{part}_model.embeddings.position_embedding.weight"].shape[1]
-        first = f"{part}_model.encoder.layers.0.mlp.fc1.weight"
-        return {
-            "hidden_size": width,
-            "num_hidden_layers": sum(
-                n.startswith(part) and n.endswith(".layer_norm1.weight") for n in hf
-            ),
-            "num_attention_heads": values.get("num_attention_heads")
-            or _num_heads(part, width, model.get(f"{part}_cfg")),
-            "intermediate_size": len(hf[first]) if first in hf else 4 * width,
-        } | values
-
-    return shared | {
-        "vision_config": tower("vision", vision),
-        "text_config": tower("text", text),
-    }
+    text["num_attention_heads"] = _num_heads("text", text["hidden_size"], model.get("text_cfg"))
+    return shared | {"vision_config": vision, "text_config": text}
 
 
 def _check_supported(weights: str, model: dict[str, Any], kind: str) -> None:
@@ -374,10 +361,8 @@ def _siglip_text(model: dict[str, Any]) -> dict[str, Any]:
     activation = "gelu_pytorch_tanh" if tanh else "gelu"
     if model.get("quick_gelu"):
         activation = "quick_gelu"
-    return {
-        "hidden_act": activation,
-        "layer_norm_eps": text.get("norm_kwargs", {}).get("eps", 1e-5),
-    }
+    eps = text.get("norm_kwargs", {}).get("eps", 1e-5)
+    return {"hidden_act": activation, "layer_norm_eps": eps}
 
 
 def _num_heads(part: str, width: int, given: dict[str, Any] | None) -> int:
@@ -396,9 +381,8 @@ def _num_heads(part: str, width: int, given: dict[str, Any] | None) -> int:
             f'are unknown; write {{"{part}_cfg": {{"heads": N}}}} to open_clip_config.json next to '
             "the file"
         )
-    return (
-        min(width // head_width, 16) if part == "vision" and given is None else width // head_width
-    )
+    heads = width // head_width
+    return min(heads, 16) if part == "vision" and given is None else heads
 
 
 def _activation(

@@ -82,13 +82,15 @@ def _refuse_export(path: Path, given: dict[str, Any]) -> None:
 
 def _checkpoint_settings(file: Path) -> dict[str, Any]:
     """Return the settings that a checkpoint file of open_clip defines."""
-    state = read_state_dict(SETTING, str(file))
-    hf = open_clip.rename_to_hf({name: tensor.to("meta") for name, tensor in state.items()})
-    size = open_clip.infer_sizes(str(file), hf)
-    inputs = {"image_side": size["image_side"], "max_tokens": size["max_tokens"]}
+    hf = open_clip.rename_to_hf(read_state_dict(SETTING, str(file), "meta"))
+    sizes = open_clip.infer_sizes(str(file), hf)
+    inputs = {
+        "image_side": sizes["vision"]["image_size"],
+        "max_tokens": sizes["text"]["max_position_embeddings"],
+    }
     return {
         "kind": open_clip.model_kind(hf),
-        "vocab_size": size["vocab_size"],
+        "vocab_size": sizes["text"]["vocab_size"],
         "inputs": inputs | open_clip.preprocessing(file),
     }
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
-from zipfile import BadZipFile, ZipFile, is_zipfile
+from zipfile import BadZipFile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -111,25 +111,22 @@ def read_state_dict(setting: str, file: str, device: str = "cpu") -> dict[str, T
         if path.suffix == ".safetensors":
             if device == "meta":
                 with safe_open(path, "pt") as saved:
-                    shapes = {
-                        name: saved.get_slice(name).get_shape() for name in saved.offset_keys()
+                    return {
+                        name: torch.empty(saved.get_slice(name).get_shape(), device=device)
+                        for name in saved.offset_keys()
                     }
-                return {name: torch.empty(shape, device=device) for name, shape in shapes.items()}
             return load_file(path)
-        is_torchscript = _is_torchscript(path)
-        state: Any = None
-        if not is_torchscript:
-            state = torch.load(path, map_location=device, weights_only=True)
+        state = torch.load(path, map_location=device, weights_only=True)
     except READ_ERRORS as error:
+        if "TorchScript" in str(error):
+            raise UsageError(
+                f"{setting}: {path} is a TorchScript archive, which holds code and is not read. "
+                "Use the safetensors file or folder of the same model, or save its weights: "
+                f"torch.save(torch.jit.load({str(path)!r}).state_dict(), 'weights.pt')"
+            ) from None
         raise UsageError(
             f"{setting}: cannot read weights from {path}: {first_line(error)}"
         ) from None
-    if is_torchscript:
-        raise UsageError(
-            f"{setting}: {path} is a TorchScript archive, which holds code and is not read. Use "
-            "the safetensors file or folder of the same model, or save its weights: "
-            f"torch.save(torch.jit.load({str(path)!r}).state_dict(), 'weights.pt')"
-        )
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]  # a training checkpoint with epoch and optimizer
     if not isinstance(state, dict) or not all(
@@ -151,15 +148,6 @@ def read_architecture(spec: Any) -> dict[str, Any]:
     """
     state = read_state_dict(WEIGHTS_SETTING, spec.weights, "meta")
     return {"config": open_clip.hf_config(state, open_clip.rename_to_hf(state), spec)}
-
-
-def _is_torchscript(path: Path) -> bool:
-    """Return whether a file is a TorchScript archive, which holds code."""
-    if not is_zipfile(path):
-        return False
-    with ZipFile(path) as archive:
-        # torch.save writes no such file
-        return any(name.endswith("/constants.pkl") for name in archive.namelist())
 
 
 def load_state(net: nn.Module, state: dict[str, Tensor], problem: str) -> None:

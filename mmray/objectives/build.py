@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 REQUIRED = ("gathered_outputs", "scalar_output_names", "count", "compute_loss")
 
 
-def build(config: ObjectiveConfig) -> Any:
+def build(config: ObjectiveConfig) -> Objective:
     """Build the objective that the `objective` section names.
 
     Args:
@@ -78,11 +78,11 @@ class Term(NamedTuple):
     objective: Any
 
 
-def _merge_terms(terms: list[Term]) -> Objective | None:
+def _merge_terms(terms: list[Term]) -> Objective:
     """Terms of one kind as one objective; a single term of weight 1 is used as it is."""
     if len(terms) == 1 and terms[0].weight == 1:
         return terms[0].objective
-    return WeightedSum(terms) if terms else None
+    return WeightedSum(terms)
 
 
 class WeightedSum:
@@ -125,7 +125,10 @@ class WeightedSum:
         """
         global_terms = [term for term in self._terms if term.objective.gathered_outputs]
         local_terms = [term for term in self._terms if not term.objective.gathered_outputs]
-        return ObjectiveParts(_merge_terms(global_terms), _merge_terms(local_terms))
+        return ObjectiveParts(
+            _merge_terms(global_terms) if global_terms else None,
+            _merge_terms(local_terms) if local_terms else None,
+        )
 
     def count(self, batch: Batch) -> Tensor:
         """Return the denominators of the K terms' losses, int64 [K], such as numbers of rows or

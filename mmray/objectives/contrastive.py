@@ -36,6 +36,11 @@ class Contrastive(RowLoss):
     gathered_outputs: tuple[str, ...] = ("image_embed", "text_embed")
     scalar_output_names: tuple[str, ...] = ("logit_scale",)
 
+    @property
+    def modalities(self) -> list[str]:
+        """The two modalities, such as `image` and `text`."""
+        return [name.removesuffix("_embed") for name in self.gathered_outputs]
+
     def valid_pairs(self, outputs: Outputs, valid: Tensor) -> Tensor:
         """Return the rows that have a loss and serve as negatives, bool [B]: here `valid` itself; a
         subclass may exclude more, such as rows without audio.
@@ -71,7 +76,6 @@ class Contrastive(RowLoss):
             at least float32.
         """
         first, second = self.gathered_outputs
-        names = [name.removesuffix("_embed") for name in self.gathered_outputs]
         valid = self.valid_pairs(outputs, batch["valid"])
         image = mask_invalid(outputs[first], valid)
         text = mask_invalid(outputs[second], valid)
@@ -87,23 +91,22 @@ class Contrastive(RowLoss):
             offset = gathered["offset"]
             to_text = scale * image @ mask_invalid(gathered[second], columns).T
             to_image = scale * text @ mask_invalid(gathered[first], columns).T
-        targets = torch.arange(offset, offset + len(valid), device=valid.device).masked_fill(
-            ~valid, IGNORED
-        )
+        rows = torch.arange(offset, offset + len(valid), device=valid.device)
+        targets = rows.masked_fill(~valid, IGNORED)
         # The lowest finite number instead of -inf: a rank without any valid row then yields 0, not
         # NaN.
-        excluded = to_text.new_zeros(len(columns)).masked_fill(
-            ~columns, torch.finfo(to_text.dtype).min
-        )
-        image_to_text, text_to_image = (
+        lowest = torch.finfo(to_text.dtype).min
+        excluded = to_text.new_zeros(len(columns)).masked_fill(~columns, lowest)
+        losses = [
             F.cross_entropy(logits + excluded, targets, reduction="sum", ignore_index=IGNORED)
             for logits in (to_text, to_image)
-        )
+        ]
+        query, gallery = self.modalities
         metric_sums = {
-            f"loss_{names[0]}_to_{names[1]}": image_to_text.detach(),
-            f"loss_{names[1]}_to_{names[0]}": text_to_image.detach(),
+            f"loss_{query}_to_{gallery}": losses[0].detach(),
+            f"loss_{gallery}_to_{query}": losses[1].detach(),
         }
-        return (image_to_text + text_to_image) / 2, self.count(batch), metric_sums
+        return (losses[0] + losses[1]) / 2, self.count(batch), metric_sums
 
 
 class PairContrastive(Contrastive):
@@ -124,9 +127,8 @@ class PairContrastive(Contrastive):
         return valid & first & second
 
     def counted_rows(self, batch: Batch) -> Tensor:
-        names = [name.removesuffix("_embed") for name in self.gathered_outputs]
-        first, second = (batch[f"has_{name}"] for name in names)
-        return batch["valid"] & first & second
+        first, second = self.modalities
+        return batch["valid"] & batch[f"has_{first}"] & batch[f"has_{second}"]
 
 
 class AudioText(PairContrastive):
@@ -224,14 +226,9 @@ class Sigmoid(RowLoss):
         """
         if gathered is None:
             gathered = {"text_embed": outputs["text_embed"], "valid": batch["valid"], "offset": 0}
-        texts = {"text_embed": gathered["text_embed"]}
-        row = (
-            torch.arange(len(gathered["valid"]), device=gathered["valid"].device)
-            - gathered["offset"]
-        )
-        loss, metric_sums = self.pairwise_loss(
-            outputs, batch["valid"], texts, gathered["valid"], row
-        )
+        valid = gathered["valid"]
+        row = torch.arange(len(valid), device=valid.device) - gathered["offset"]
+        loss, metric_sums = self.pairwise_loss(outputs, batch["valid"], gathered, valid, row)
         return loss, self.count(batch), metric_sums
 
     def pairwise_loss(
@@ -256,9 +253,8 @@ class Sigmoid(RowLoss):
         """
         image = mask_invalid(outputs["image_embed"], valid)
         text = mask_invalid(remote["text_embed"], remote_valid)
-        logits = outputs["logit_scale"].to(image.dtype) * image @ text.T + outputs["logit_bias"].to(
-            image.dtype
-        )
+        bias = outputs["logit_bias"].to(image.dtype)
+        logits = outputs["logit_scale"].to(image.dtype) * image @ text.T + bias
         positive = torch.arange(len(image), device=image.device)[:, None] == positive_row
         counted = valid[:, None] & remote_valid[None]
         losses = torch.where(counted, -F.logsigmoid(torch.where(positive, logits, -logits)), 0)

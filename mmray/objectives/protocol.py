@@ -242,23 +242,30 @@ class ObjectiveParts:
         The pairs of such a loss can be scored in chunks of the gathered rows, which bounds memory.
         None also if hard negatives are sampled, because that needs all embeddings at once.
         """
-        return (
-            self.global_loss
-            if isinstance(self.global_loss, PairwiseLoss) and self.mining_loss is None
-            else None
-        )
+        if self.mining_loss is None and isinstance(self.global_loss, PairwiseLoss):
+            return self.global_loss
+        return None
 
     @cached_property
     def gathered_names(self) -> tuple[str, ...]:
         """Names of the model's outputs that are gathered from all ranks, such as `image_embed`:
         those that the global loss reads, and those by which hard negatives are chosen.
         """
-        of_loss = () if self.global_loss is None else self.global_loss.gathered_outputs
-        return tuple(
-            dict.fromkeys(
-                of_loss + (() if self.mining_loss is None else self.mining_loss.score_outputs)
-            )
-        )
+        names: list[str] = []
+        if self.global_loss is not None:
+            names += self.global_loss.gathered_outputs
+        if self.mining_loss is not None:
+            names += self.mining_loss.score_outputs
+        return tuple(dict.fromkeys(names))
+
+
+@runtime_checkable
+class HasParts(Protocol):
+    """A sum of global and local losses."""
+
+    @property
+    def objective_parts(self) -> ObjectiveParts:
+        """The global terms as one loss, and the local ones."""
 
 
 def split_objective(objective: Objective) -> ObjectiveParts:
@@ -272,9 +279,8 @@ def split_objective(objective: Objective) -> ObjectiveParts:
     Returns:
         An ObjectiveParts with `global_loss` and `local_loss`, each None if the objective has none.
     """
-    single = (
-        ObjectiveParts(objective, None)
-        if objective.gathered_outputs
-        else ObjectiveParts(None, objective)
-    )
-    return getattr(objective, "objective_parts", single)
+    if isinstance(objective, HasParts):
+        return objective.objective_parts
+    if objective.gathered_outputs:
+        return ObjectiveParts(objective, None)
+    return ObjectiveParts(None, objective)

@@ -55,8 +55,9 @@ class CrossEncoder(nn.Module):
         for name, width in widths.items():
             self.add_module(f"from_{name}", nn.Linear(width, spec.width))
         self.from_text = nn.Linear(text_width, spec.width)
-        position = 0.02 * torch.randn(1, num_positions, spec.width) if num_positions else None
-        self.position = None if position is None else nn.Parameter(position)
+        self.position = None
+        if num_positions:
+            self.position = nn.Parameter(0.02 * torch.randn(1, num_positions, spec.width))
         self.layers = nn.ModuleList(
             nn.TransformerDecoderLayer(
                 spec.width,

@@ -61,28 +61,23 @@ def build_image_tower(
     Raises:
         UsageError: The tower does not exist, or its weights cannot be read or do not fit.
     """
-    tower: ImageEncoder
-    load_into: nn.Module
-    read_weights = source.pretrained and spec.weights != "none"
+    net: Any
     if spec.name == "convnet":
-        tower = load_into = ConvNet(spec.width, spec.depth)
+        tower: ImageEncoder = ConvNet(spec.width, spec.depth)
+        net = tower
     else:
         if spec.name in ("transformers", "vit"):
             net, width, prefix = _hf_network(spec, image_side, source)
-            read_weights = read_weights and spec.name == "vit"
         else:
-            net, width, prefix = _resnet(spec, read_weights)
-            read_weights = read_weights and spec.weights != "pretrained"
-        load_into = net = (
-            nn.SyncBatchNorm.convert_sync_batchnorm(net) if batch_norm == "synced" else net
-        )
+            net, width, prefix = _resnet(spec, source)
+        if batch_norm == "synced":
+            net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
         tower = Backbone(net, width, prefix, frozen=batch_norm == "frozen")
-    if read_weights:
+    is_file = spec.name != "transformers" and spec.weights not in ("none", "pretrained")
+    if source.pretrained and is_file:
         state = read_state_dict(WEIGHTS_SETTING, spec.weights)
         state = {name: value for name, value in state.items() if not name.startswith("fc.")}
-        load_state(
-            load_into, state, f"{WEIGHTS_SETTING}: {spec.weights} does not fit a {spec.name}"
-        )
+        load_state(net, state, f"{WEIGHTS_SETTING}: {spec.weights} does not fit a {spec.name}")
     return tower
 
 
@@ -151,11 +146,9 @@ class ImageEncoder(nn.Module, ABC):
         Returns:
             [B, width]: the class token, or without one the mean over the patches.
         """
-        return (
-            features[:, 0]
-            if self.has_class_token
-            else features[:, self.prefix_tokens :].mean(dim=1)
-        )
+        if self.has_class_token:
+            return features[:, 0]
+        return features[:, self.prefix_tokens :].mean(dim=1)
 
     @torch.no_grad()
     def num_positions(self, image_side: int) -> int:
@@ -222,11 +215,9 @@ class Backbone(ImageEncoder):
         hidden = out if isinstance(out, Tensor) else out.last_hidden_state
         if hidden.ndim == 4 and hidden.shape[1] != self.width:  # [B, H, H, width]: timm's Swin
             return hidden.flatten(1, 2)
-        return (
-            hidden
-            if hidden.ndim == 3
-            else hidden.reshape(len(hidden), self.width, -1).transpose(1, 2)
-        )
+        if hidden.ndim == 3:
+            return hidden
+        return hidden.reshape(len(hidden), self.width, -1).transpose(1, 2)
 
     def _apply_layers(self, names: tuple[str, ...], hidden: Tensor) -> Any:
         for name in names:
@@ -276,16 +267,11 @@ def _hf_network(spec: ImageTower, image_side: int, source: WeightSource) -> tupl
             f"{first_line(error)}"
         ) from None
     if config.model_type == "timm_wrapper":
-        return (
-            net,
-            net.timm_model.num_features,
-            int(getattr(net.timm_model, "num_prefix_tokens", 0)),
-        )
-    return (
-        (net, config.hidden_sizes[-1], 0)
-        if config.model_type == "resnet"
-        else (net, config.hidden_size, 1)
-    )
+        timm_model = net.timm_model
+        return net, timm_model.num_features, int(getattr(timm_model, "num_prefix_tokens", 0))
+    if config.model_type == "resnet":
+        return net, config.hidden_sizes[-1], 0
+    return net, config.hidden_size, 1
 
 
 def _freeze_unused(net: Any, image_side: int) -> None:
@@ -313,15 +299,13 @@ def _copy_to_meta(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, weights | buffers).eval()
 
 
-def _resnet(spec: ImageTower, read_weights: bool) -> tuple[Any, int, int]:
+def _resnet(spec: ImageTower, source: WeightSource) -> tuple[Any, int, int]:
     """A torchvision ResNet (He et al. 2016) without its head; `pretrained` weights or none."""
     from torchvision.models import get_model, get_model_weights
 
-    weights: Any = (
-        get_model_weights(spec.name).DEFAULT
-        if read_weights and spec.weights == "pretrained"
-        else None
-    )
+    weights: Any = None
+    if source.pretrained and spec.weights == "pretrained":
+        weights = get_model_weights(spec.name).DEFAULT
     try:
         net = get_model(spec.name, weights=weights, progress=False)
     except (URLError, TimeoutError, ConnectionError) as error:
@@ -363,17 +347,15 @@ class ConvNet(ImageEncoder):
 
     def encode(self, pixels: Tensor) -> Tensor:
         size = pixels.shape[-2:]
-        axes = (
+        axes = [
             torch.linspace(-1, 1, side, device=pixels.device, dtype=pixels.dtype) for side in size
-        )
-        coordinates = torch.stack(torch.meshgrid(*axes, indexing="ij")).expand(
-            len(pixels), -1, -1, -1
-        )
+        ]
+        coordinates = torch.stack(torch.meshgrid(axes, indexing="ij"))
+        coordinates = coordinates.expand(len(pixels), -1, -1, -1)
         # Channels last: convolutions take 0.6 of the time on a CPU; half-precision ones are faster
         # on a GPU too.
-        inputs = torch.cat([pixels, coordinates], dim=1).contiguous(
-            memory_format=torch.channels_last
-        )
+        inputs = torch.cat([pixels, coordinates], dim=1)
+        inputs = inputs.contiguous(memory_format=torch.channels_last)
         hidden: Tensor = self.norm(self.stages(self.stem(inputs)))
         return hidden.relu().flatten(2).transpose(1, 2)
 

@@ -7,8 +7,6 @@ samples.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -212,12 +210,6 @@ class ClapAudio(PretrainedAudio):
         return features[:, None], (num_samples > 0).long()[:, None]
 
 
-AUDIO_ENCODERS: Mapping[str, Callable[[Any, str | None], PretrainedAudio]] = MappingProxyType(
-    {"whisper": WhisperAudio, "clap": ClapAudio, "clap_audio_model": ClapAudio}
-)
-"""Pretrained audio encoders by `model_type` of config.json."""
-
-
 def build_pretrained_audio(
     spec: AudioTower, inputs: ClipInputs, source: WeightSource
 ) -> PretrainedAudio:
@@ -239,7 +231,8 @@ def build_pretrained_audio(
     config = encoder_config("audio", WEIGHTS_SETTING, spec.weights, HF_AUDIO_TYPES, source)
     set_dropout(getattr(config, "audio_config", config), spec.dropout)
     weights = spec.weights if source.pretrained else None
-    tower = AUDIO_ENCODERS[config.model_type](config, weights)
+    encoder_class = WhisperAudio if config.model_type == "whisper" else ClapAudio
+    tower = encoder_class(config, weights)
     if inputs.audio_rate != tower.rate:
         raise UsageError(
             f"model.inputs.audio_rate: {spec.weights} needs {tower.rate}, not {inputs.audio_rate}"

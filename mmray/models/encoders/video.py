@@ -51,11 +51,10 @@ class FrameEncoder(nn.Module):
         self.layers = nn.ModuleList(
             TransformerLayer(self.width, video.heads, video.dropout) for _ in range(video.depth)
         )
-        # Without layers the order of the frames has no effect.
-        positions = torch.empty(inputs.frames, self.width) if video.depth else None
-        self.positions = (
-            None if positions is None else nn.Parameter(positions.normal_(std=INIT_STD))
-        )
+        self.positions: nn.Parameter | None = None
+        if video.depth:  # without layers the order of the frames has no effect
+            positions = torch.empty(inputs.frames, self.width)
+            self.positions = nn.Parameter(positions.normal_(std=INIT_STD))
 
     def forward(self, pixels: Tensor, num_frames: Tensor) -> tuple[Tensor, Tensor]:
         """Encode videos.

@@ -263,31 +263,30 @@ class Vlm(Model):
             for row in (self.dummy, self.encoder.encode_prompt([question], []), self.dummy)
         ]
         collate = self.collator()
-        losses = []
-        norms = []
-        for batches in ([rows], [[row] for row in rows]):
-            loss = 0.0
-            for batch in map(collate, batches):
-                batch = {name: column.to(self.mean.device) for name, column in batch.items()}
-                output = self(batch)["loss_sum"]
-                output.backward()
-                loss += float(output.detach())
-            losses.append(loss)
-            norms.append(
-                torch.stack(
-                    [
-                        torch.zeros(()) if weight.grad is None else _local_norm(weight.grad).cpu()
-                        for weight in self.parameters()
-                    ]
-                )
-            )
-            self.zero_grad(set_to_none=True)
+        packed_loss, packed_norms = self._try_backward([collate(rows)])
+        loss, norms = self._try_backward([collate([row]) for row in rows])
         tolerance = PACKING_TOLERANCE
         if torch.is_autocast_enabled(self.mean.device.type):
             tolerance *= HALF_PRECISION_FACTOR
-        loss_differs = abs(losses[0] - losses[1]) > tolerance * abs(losses[1])
-        distance = torch.linalg.vector_norm(norms[0] - norms[1])
-        return loss_differs or bool(distance > tolerance * torch.linalg.vector_norm(norms[1]))
+        loss_differs = abs(packed_loss - loss) > tolerance * abs(loss)
+        distance = torch.linalg.vector_norm(packed_norms - norms)
+        return loss_differs or bool(distance > tolerance * torch.linalg.vector_norm(norms))
+
+    def _try_backward(self, batches: Sequence[Batch]) -> tuple[float, Tensor]:
+        """Return the loss of batches, and the norm of the gradient of each parameter."""
+        total = 0.0
+        for batch in batches:
+            loss = self({name: each.to(self.mean.device) for name, each in batch.items()})[
+                "loss_sum"
+            ]
+            loss.backward()
+            total += float(loss.detach())
+        norms = [
+            torch.zeros(()) if weight.grad is None else _local_norm(weight.grad).cpu()
+            for weight in self.parameters()
+        ]
+        self.zero_grad(set_to_none=True)
+        return total, torch.stack(norms)
 
     def branches(self) -> dict[str, nn.Module]:
         """Return the submodules `vision`, the encoder of images (or of audio), `audio`, the encoder
@@ -362,20 +361,21 @@ class Vlm(Model):
         if in_lockstep:
             rows = with_all_media(rows, self.dummy)
         inputs = self._left_padded(rows)
-        eos_ids = _as_list(self.net.generation_config.eos_token_id)
-        eos_ids += _as_list(self.encoder.tokenizer.eos_token_id)
+        ends: set[int] = set()
+        for ids in (self.net.generation_config.eos_token_id, self.encoder.tokenizer.eos_token_id):
+            if ids is not None:
+                ends.update(ids if isinstance(ids, list) else [ids])
         # A compiled block has graphs for each layer of the cache.
         with self._attention_with_cache(), torch.compiler.set_stance("force_eager"):
             output = self.net.generate(
                 **inputs,
                 max_new_tokens=max_new_tokens,
                 do_sample=False,
-                eos_token_id=sorted(set(eos_ids)),
+                eos_token_id=sorted(ends),
                 pad_token_id=self._pad_id,
                 synced_gpus=in_lockstep,
             )
         answers = output[: len(conversations), inputs["input_ids"].shape[1] :].tolist()
-        ends = set(eos_ids)
         return [self.encoder.decode([each for each in row if each not in ends]) for row in answers]
 
     def save_pretrained(self, folder: str, with_weights: bool = True) -> dict[str, Any]:
@@ -490,12 +490,6 @@ class Vlm(Model):
 def _local_norm(gradient: Tensor) -> Tensor:
     local: Any = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     return torch.linalg.vector_norm(local.float())
-
-
-def _as_list(value: int | list[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]
 
 
 def _build(weights: str, source: WeightSource) -> Any:
