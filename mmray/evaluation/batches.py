@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from mmray.config.training import EvalSettings
 
 
+SaveExamples = Callable[[dict[str, Any]], None]  # called with the content of examples.json
+
+
 class Group(Protocol):
     """The ranks of an evaluation; `Group` of mmray/engine/collectives.py implements it."""
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from mmray.config import Config
     from mmray.config.data import EvalSet
-    from mmray.evaluation.batches import Group
+    from mmray.evaluation.batches import Group, SaveExamples
     from mmray.objectives.protocol import Objective
 
 
@@ -47,7 +47,7 @@ class SetsEvaluator:
         group: Group,
         objective: Objective,
         global_batch_size: int,
-        save_examples: Callable[[dict[str, Any]], None] | None = None,
+        save_examples: SaveExamples | None = None,
     ) -> dict[str, float]:
         """Return the metrics of all sets; a collective call of all ranks.
 

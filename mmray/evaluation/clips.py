@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -15,12 +14,12 @@ from mmray.data.stream.blocks import NO_LABEL, Block
 from mmray.data.stream.collate import Batch
 from mmray.errors import DataError
 from mmray.evaluation import retrieval
-from mmray.evaluation.batches import EvalDataset, Group
+from mmray.evaluation.batches import EvalDataset, Group, SaveExamples
 from mmray.evaluation.classification import HeadHits
 from mmray.evaluation.embeddings import RowFile, eval_mode, gather_rows, steps_in_lockstep
 from mmray.evaluation.examples import RetrievalExamples
 from mmray.evaluation.retrieval import RetrievalItems, number_equal, rank_direction
-from mmray.models.protocol import HeadScores
+from mmray.models.protocol import HeadScores, Outputs
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.protocol import Objective
 
@@ -50,7 +49,7 @@ class ClipEvaluator(EvalDataset):
         group: Group,
         objective: Objective | None,
         global_batch_size: int,
-        save_examples: Callable[[dict[str, Any]], None] | None = None,
+        save_examples: SaveExamples | None = None,
     ) -> dict[str, float]:
         """Return the metrics of the model on the held-out clips.
 
@@ -157,7 +156,7 @@ class ClipEvaluator(EvalDataset):
         }
 
 
-def _head_scores(outputs: dict[str, Tensor], batch: Batch) -> dict[str, HeadScores]:
+def _head_scores(outputs: Outputs, batch: Batch) -> dict[str, HeadScores]:
     logits = outputs.get("class_logits")
     if logits is None:
         return {}

@@ -35,7 +35,7 @@ from mmray.evaluation.answers import (
     exact_match,
     vqa_accuracy,
 )
-from mmray.evaluation.batches import EvalReader, Group
+from mmray.evaluation.batches import EvalReader, Group, SaveExamples
 from mmray.evaluation.embeddings import eval_mode, in_lockstep, steps_in_lockstep
 from mmray.objectives.protocol import Objective
 
@@ -93,7 +93,7 @@ class ConversationEvaluator(EvalReader):
         group: Group,
         objective: Objective | None,
         global_batch_size: int,
-        save_examples: Callable[[dict[str, Any]], None] | None = None,
+        save_examples: SaveExamples | None = None,
     ) -> dict[str, float]:
         """Return the metrics of a vision-language model on held-out conversations.
 

@@ -24,7 +24,7 @@ from mmray.evaluation import retrieval
 from mmray.evaluation.batches import EvalDataset, Group
 from mmray.evaluation.classification import HeadHits
 from mmray.evaluation.retrieval import RankedDirection, RetrievalItems, number_equal, rank_direction
-from mmray.models.protocol import as_model, is_sharded
+from mmray.models.protocol import Outputs, as_model, is_sharded
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.protocol import Objective
 
@@ -61,7 +61,7 @@ class EmbeddingSet:
     text_id: Tensor
     locations: Tensor
     head_metrics: dict[str, float]
-    scalar_outputs: dict[str, Tensor]
+    scalar_outputs: Outputs
 
     def rank(self, group: Group) -> dict[str, RankedDirection]:
         """Return the ranks of `image_to_text` and `text_to_image`; a collective call."""
@@ -276,7 +276,7 @@ def _merge_equal(
     image: Tensor,
     text: Tensor,
     head_metrics: dict[str, float],
-    scalar_outputs: dict[str, Tensor],
+    scalar_outputs: Outputs,
 ) -> EmbeddingSet:
     """Merge rows with equal images, which get the captions of all, and equal captions.
 

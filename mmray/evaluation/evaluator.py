@@ -7,7 +7,7 @@ its part of the queries against all rows (retrieval.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from mmray.data.stream.blocks import NO_LABEL
 from mmray.data.stream.collate import token_columns
 from mmray.errors import DataError
 from mmray.evaluation import retrieval
-from mmray.evaluation.batches import EvalDataset, Group
+from mmray.evaluation.batches import EvalDataset, Group, SaveExamples
 from mmray.evaluation.classification import classes_before, zero_shot_metrics
 from mmray.evaluation.embeddings import EmbeddingSet, embed_dataset, embed_texts, eval_mode
 from mmray.evaluation.examples import RetrievalExamples
@@ -40,7 +40,7 @@ class Evaluator(EvalDataset):
         group: Group,
         objective: Objective,
         global_batch_size: int,
-        save_examples: Callable[[dict[str, Any]], None] | None = None,
+        save_examples: SaveExamples | None = None,
     ) -> dict[str, float]:
         """Return the metrics of an embedding model on the held-out rows.
 

@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmray.data.stream.collate import Batch
 from mmray.errors import UsageError
 from mmray.models import open_clip
 from mmray.models.encoders.positions import lengthen_text_model, resize_vision_model
 from mmray.models.pixels import PatchEmbeddings, residual_stream
-from mmray.models.protocol import PRETRAINED, Model, WeightSource
+from mmray.models.protocol import PRETRAINED, Model, Outputs, WeightSource
 from mmray.models.weights import (
     WEIGHTS_SETTING,
     add_language_rows,
@@ -71,7 +72,7 @@ class DualEncoder(Model):
         if spec.logit_bias is not None:
             self.logit_bias = nn.Parameter(torch.tensor(float(spec.logit_bias)))
 
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def forward(self, batch: Batch) -> Outputs:
         """Embed images and captions.
 
         Args:
@@ -86,7 +87,7 @@ class DualEncoder(Model):
         text_embed = self.text(batch["input_ids"], batch["attention_mask"])
         return {"image_embed": image_embed, "text_embed": text_embed, **self.scalar_outputs()}
 
-    def scalar_outputs(self) -> dict[str, Tensor]:
+    def scalar_outputs(self) -> Outputs:
         """Return the scalar outputs that do not depend on the batch.
 
         They are `logit_scale` = 1 / temperature and, if configured, `logit_bias`.

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from mmray.data.stream.collate import Batch
 from mmray.models.encoders.cross_attention import CrossEncoder, PairHeads
-from mmray.models.protocol import PRETRAINED, HeadScores, WeightSource
+from mmray.models.protocol import PRETRAINED, HeadScores, Outputs, WeightSource
 from mmray.models.regions import LabelTexts, RegionHead, region_label_scores, region_logits
 from mmray.models.two_tower import TwoTower
 
@@ -54,7 +55,7 @@ class Fusion(PairHeads, TwoTower):
             token_ids = None if source.pretrained else source.saved.get("labels", ids)
             self.label_texts = LabelTexts(spec.region_labels, token_ids)
 
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def forward(self, batch: Batch) -> Outputs:
         image = self.image(batch["image"])
         text = self.text(batch["input_ids"], batch["attention_mask"])
         outputs = {"image_embed": image.embed, "text_embed": text.embed, **self.scalar_outputs()}
@@ -123,7 +124,7 @@ class Fusion(PairHeads, TwoTower):
         if self.label_texts is not None and self.label_texts.token_ids is None:
             self.label_texts.tokenize(encoder)
 
-    def head_scores(self, batch: dict[str, Tensor]) -> dict[str, HeadScores]:
+    def head_scores(self, batch: Batch) -> dict[str, HeadScores]:
         scores = {}
         if self.class_head is not None:
             pair = self.embed_pair(batch["image"], batch["input_ids"], batch["attention_mask"])

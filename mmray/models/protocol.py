@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from mmray.data.text.tokenizer import TextEncoder
 
 
+Outputs = dict[str, Tensor]  # by name, with a row for each sample, or a scalar
+
+
 class HeadScores(NamedTuple):
     """Scores and labels of a classification head, for the evaluation.
 
@@ -56,7 +59,7 @@ class Model(nn.Module):
     hf_names: ClassVar[Mapping[str, str]] = {}
     shards_branches: bool = True
 
-    def forward(self, batch: Batch) -> dict[str, Tensor]:
+    def forward(self, batch: Batch) -> Outputs:
         """Return the outputs that the objective reads.
 
         An output row must depend on its own sample only, and not on padding.

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmray.data.images.boxes import clip_boxes, to_model_coords
 from mmray.data.stream.blocks import NO_LABEL
+from mmray.data.stream.collate import Batch
 from mmray.errors import DataError, UsageError
 from mmray.models.clip import l2_normalize
 from mmray.models.protocol import HeadScores
@@ -193,9 +194,7 @@ def region_logits(
     return logits if named is None else logits.masked_fill(~named, UNNAMED_LOGIT)
 
 
-def region_label_scores(
-    logits: Tensor, batch: dict[str, Tensor], label_texts: LabelTexts
-) -> HeadScores:
+def region_label_scores(logits: Tensor, batch: Batch, label_texts: LabelTexts) -> HeadScores:
     """Return the scores of the boxes of a batch over the named labels, for the evaluation.
 
     Args:

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmray.data.columns import ExtraColumns, extra_columns
+from mmray.data.stream.collate import Batch
 from mmray.models.protocol import as_model
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ FILLS = {"boxes": (0, 0, 1, 1), "box_labels": 0, "has_text": True}
 
 def synthetic_rows(
     model: nn.Module, spec: ModelConfig, rows: int, device: torch.device | str, seed: int = 0
-) -> dict[str, Tensor]:
+) -> Batch:
     """Return a synthetic batch for a model.
 
     It comes from the model's own `synthetic_batch(rows)`; if that returns None, it has random
@@ -42,7 +43,7 @@ def synthetic_rows(
 
 def synthetic_batch(
     inputs: Inputs, vocab_size: int, rows: int, device: torch.device | str, seed: int = 0
-) -> dict[str, Tensor]:
+) -> Batch:
     """Return a batch of random pixels and random captions of the maximum length.
 
     Args:

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mmray.data.stream.collate import Batch
 from mmray.models.clip import MAX_LOG_SCALE
 from mmray.models.encoders.audio import AudioTransformer
 from mmray.models.encoders.cross_attention import CrossEncoder, PairHeads
 from mmray.models.encoders.pretrained_audio import build_pretrained_audio
 from mmray.models.encoders.text import build_text_tower
 from mmray.models.encoders.video import FrameEncoder, VideoMae
-from mmray.models.protocol import PRETRAINED, Model, WeightSource
+from mmray.models.protocol import PRETRAINED, Model, Outputs, WeightSource
 from mmray.models.two_tower import Branch, Encoded, tower_configs
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Towers(PairHeads, Model):
         if self.has_heads:
             self.add_heads(spec, CrossEncoder(spec.cross, widths, text.width))
 
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def forward(self, batch: Batch) -> Outputs:
         """Embed the modalities of rows.
 
         Args:
@@ -96,7 +97,7 @@ class Towers(PairHeads, Model):
             logits that a row matches its own and its negative text.
         """
         encoded = self._encode(batch)
-        outputs: dict[str, Tensor] = {}
+        outputs: Outputs = {}
         for name, result in encoded.items():
             embed = _embedding(result)
             outputs[f"{name}_embed"] = embed * batch[f"has_{name}"][:, None].to(embed.dtype)
@@ -150,7 +151,7 @@ class Towers(PairHeads, Model):
         assert self.video is not None, "the model has no video"
         return _embedding(self.video(video, num_frames))
 
-    def embed_pair(self, batch: dict[str, Tensor]) -> Tensor:
+    def embed_pair(self, batch: Batch) -> Tensor:
         """Return the features of texts with their audio and video, which the heads read.
 
         Args:
@@ -165,7 +166,7 @@ class Towers(PairHeads, Model):
         features, masks = _media_features(encoded)
         return self.cross(features, encoded["text"].features, batch["attention_mask"], masks)
 
-    def _encode(self, batch: dict[str, Tensor]) -> dict[str, Any]:
+    def _encode(self, batch: Batch) -> dict[str, Any]:
         """Return the results of the branches by modality."""
         encoded = {"text": self.text(batch["input_ids"], batch["attention_mask"])}
         if self.audio is not None:

@@ -75,7 +75,7 @@ class Term(NamedTuple):
 
     name: str
     weight: float
-    objective: Any
+    objective: Objective
 
 
 def _merge_terms(terms: list[Term]) -> Objective:

@@ -10,7 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmray.objectives.protocol import Batch, LossSums, Outputs, RowLoss, at_least_float32
+from mmray.objectives.protocol import (
+    Batch,
+    LossSums,
+    MetricSums,
+    Outputs,
+    RowLoss,
+    at_least_float32,
+)
 
 CHUNK = 4096  # remote texts scored at once
 IGNORED = -100  # target of an invalid row
@@ -238,7 +245,7 @@ class Sigmoid(RowLoss):
         remote: Outputs,
         remote_valid: Tensor,
         positive_row: Tensor,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, MetricSums]:
         """Return SigLIP's loss of the B local images with V texts of any rank.
 
         Args:

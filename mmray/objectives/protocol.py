@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from mmray.data.stream.collate import Batch
+from mmray.models.protocol import Outputs
 
-Outputs = dict[str, Tensor]
-LossSums = tuple[Tensor, Tensor, dict[str, Tensor]]  # loss sum, count, sums of further metrics
+MetricSums = dict[str, Tensor]
+LossSums = tuple[Tensor, Tensor, MetricSums]  # loss sum, count, sums of further metrics
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -178,7 +179,7 @@ class PairwiseLoss(Protocol):
         remote: Outputs,
         remote_valid: Tensor,
         positive_row: Tensor,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, MetricSums]:
         """Return the loss summed over all pairs of a local and a remote row, and the sums of
         metrics.
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmray.models.encoders.text import mask_with_first, masked_mean
+from mmray.models.protocol import Outputs
 from mmray.models.weights import transformer_config
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class PairHeads:
         text_features: Tensor,
         batch: Mapping[str, Tensor],
         masks: Mapping[str, Tensor] | None = None,
-    ) -> dict[str, Tensor]:
+    ) -> Outputs:
         """Return the outputs of the heads.
 
         Args:
@@ -169,7 +170,7 @@ class PairHeads:
             `match` and `match_negative` [B], the logits that a row matches its own and its negative
             text.
         """
-        outputs: dict[str, Tensor] = {}
+        outputs: Outputs = {}
         matching = self.match_head is not None and "negative_ids" in batch
         if matching or self.class_head is not None:
             pair = self.cross(features, text_features, batch["attention_mask"], masks)

@@ -29,7 +29,7 @@ from mmray.data.vlm.collate import (
 from mmray.data.vlm.encoder import EncodedRow, ProcessorEncoder, encoder_arguments
 from mmray.data.vlm.families import FAMILIES, WEIGHTS_SETTING, has_weights, is_packable
 from mmray.errors import UsageError
-from mmray.models.protocol import PRETRAINED, Model, WeightSource
+from mmray.models.protocol import PRETRAINED, Model, Outputs, WeightSource
 from mmray.models.vlm.attention import PACKED_ATTENTION, PACKED_VISION_ATTENTION
 from mmray.models.vlm.loss import chunked_cross_entropy
 from mmray.models.weights import load_config, load_pretrained
@@ -183,7 +183,7 @@ class Vlm(Model):
         }
         return columns | self.collator()([full] * rows)
 
-    def forward(self, batch: Batch) -> dict[str, Tensor]:
+    def forward(self, batch: Batch) -> Outputs:
         """Return the next-token loss of a micro-batch, a weighted sum over its targets.
 
         Args:
