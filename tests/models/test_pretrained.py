@@ -344,7 +344,7 @@ def test_code_in_a_torchscript_archive_does_not_run(tmp_path: Path) -> None:
     with ZipFile(file, "w") as archive:
         archive.writestr("clip/constants.pkl", b"")
         archive.writestr("clip/data.pkl", b"cos\nsystem\n(S'touch %s'\ntR." % str(ran).encode())
-    with pytest.raises(UsageError, match="is a TorchScript archive"):
+    with pytest.raises(UsageError, match="cannot read weights from"):
         pretrained_config(str(file))
     assert not ran.exists()
 
