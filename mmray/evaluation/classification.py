@@ -39,24 +39,14 @@ class HeadHits:
 
 
 def topk_hits(scores: Tensor, label: Tensor) -> Tensor:
-    """Count the rows whose class is in the top 1 and in the top 5; counts of batches can be added.
-
-    Args:
-        scores: Score of each class, float [N, C].
-        label: Class of each row, int64 [N]; rows with a number outside 0..C-1 are not counted.
-
-    Returns:
-        Number of rows in the top 1, in the top 5, and with a valid label, int64 [3].
+    """Count the rows whose class is in the top 1 and in the top 5, and those with a valid label,
+    int64 [3]; counts of batches can be added.
     """
     return count_hits(classes_before(scores, label))
 
 
 def count_hits(before: Tensor) -> Tensor:
-    """Return the number of rows in the top 1, in the top 5, and of all, int64 [3].
-
-    Args:
-        before: Number of classes that rank before the correct one, int64 [N].
-    """
+    """Return the number of rows in the top 1, in the top 5, and of all, int64 [3]."""
     return torch.stack([*((before < k).sum() for k in TOP_K), torch.tensor(len(before))])
 
 

@@ -148,13 +148,8 @@ def compute_ranks(
 
 
 def retrieval_metrics(ranks: Tensor, direction: str) -> dict[str, float]:
-    """Return recall at 1, 5 and 10 and the median rank.
-
-    Args:
-        ranks: Rank of the correct result of each query, int64 [Q], 1 is the top; at least one.
-
-    Returns:
-        `recall_at_K/DIRECTION` (0 to 1) for K 1, 5 and 10, and `median_rank/DIRECTION`.
+    """Return `recall_at_K/DIRECTION` (0 to 1) for K 1, 5 and 10, and `median_rank/DIRECTION`, of at
+    least one rank.
     """
     metrics = {f"recall_at_{k}/{direction}": (ranks <= k).double().mean().item() for k in RECALL_AT}
     metrics[f"median_rank/{direction}"] = float(np.median(ranks.numpy()))

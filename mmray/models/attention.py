@@ -61,19 +61,12 @@ class _SumBiasByRow(torch.autograd.Function):
 
 
 def row_linear(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Apply a linear layer whose bias gets its gradient from sums over the tokens of each row.
+    """Apply a linear layer [B, T, W_in] -> [B, T, W_out] whose bias gets its gradient from sums
+    over the tokens of each row.
 
-    torch.compile computes these sums in the kernel that computes the gradient of the output, if
-    the number of tokens is static, as it is for images. The sum over all tokens of all rows, as of
+    torch.compile computes these sums in the kernel that computes the gradient of the output, if the
+    number of tokens is static, as it is for images. The sum over all tokens of all rows, as of
     F.linear, is a kernel of its own, which reads that gradient again.
-
-    Args:
-        hidden: [B, T, W_in].
-        weight: [W_out, W_in].
-        bias: [W_out].
-
-    Returns:
-        [B, T, W_out].
     """
     return _SumBiasByRow.apply(F.linear(hidden, weight, bias.detach()), bias)
 
@@ -94,7 +87,6 @@ class ImageMLP(nn.Module):
     fc2: nn.Linear
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Apply both layers to each token of hidden states [B, T, W]."""
         if type(self.fc1) is nn.Linear:
             hidden_states = row_linear(hidden_states, self.fc1.weight, self.fc1.bias)
         else:  # with adapters or in float8

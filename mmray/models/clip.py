@@ -73,16 +73,6 @@ class DualEncoder(Model):
             self.logit_bias = nn.Parameter(torch.tensor(float(spec.logit_bias)))
 
     def forward(self, batch: Batch) -> Outputs:
-        """Embed images and captions.
-
-        Args:
-            batch: `image` uint8 [B, 3, S, S], and `input_ids` and `attention_mask` int64 [B, T],
-                right-padded. Other columns are not read.
-
-        Returns:
-            `image_embed` and `text_embed` [B, D], L2-normalized, the scalar `logit_scale` and, if
-            configured, the scalar `logit_bias`.
-        """
         image_embed = self.image(batch["image"])
         text_embed = self.text(batch["input_ids"], batch["attention_mask"])
         return {"image_embed": image_embed, "text_embed": text_embed, **self.scalar_outputs()}
@@ -102,15 +92,7 @@ class DualEncoder(Model):
         return self.image(image)
 
     def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Embed captions.
-
-        Args:
-            input_ids: Token ids int64 [B, T], right-padded.
-            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
-
-        Returns:
-            L2-normalized embeddings [B, D].
-        """
+        """Return the L2-normalized embeddings [B, D] of captions."""
         return self.text(input_ids, attention_mask)
 
     def branches(self) -> dict[str, nn.Module]:
@@ -121,24 +103,14 @@ class DualEncoder(Model):
 
     @torch.no_grad()
     def clamp_parameters(self) -> None:
-        """Clamp the learned log(1 / temperature) to 0..`max_log_scale`, so that the temperature is
-        in 0.01..1; called after each optimizer step. Without effect if the attribute
-        `max_log_scale` is None.
-        """
+        """Clamp log(1 / temperature) to 0..`max_log_scale`."""
         if self.max_log_scale is not None:
             self.log_scale.clamp_(min=0.0, max=self.max_log_scale)
 
 
 def l2_normalize(embedding: Tensor) -> Tensor:
-    """Scale the vectors of the last dimension to unit length, in at least float32.
-
-    Half precision is too coarse for a softmax at `logit_scale` 100.
-
-    Args:
-        embedding: Vectors [..., D].
-
-    Returns:
-        Unit vectors [..., D]; float32 for half-precision vectors, otherwise in their dtype.
+    """Scale the vectors of the last dimension to unit length, in at least float32, because half
+    precision is too coarse for a softmax at `logit_scale` 100.
     """
     return F.normalize(embedding.to(torch.promote_types(embedding.dtype, torch.float32)), dim=-1)
 
@@ -409,7 +381,6 @@ class VisionBranch(nn.Module):
         self.patch_dropout = patch_dropout
 
     def forward(self, image: Tensor) -> Tensor:
-        """Return the L2-normalized embeddings [B, D] of images, pixels uint8 [B, 3, S, S]."""
         tower = self.tower
         # SigLIP has no such norm. CLIP's is per token, so it may precede the drop of patches.
         hidden = tower.embeddings(image, getattr(tower, "pre_layrnorm", None))
@@ -441,15 +412,6 @@ class ClipText(nn.Module):
         self.project = project
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Embed captions by the projected hidden state of their last token.
-
-        Args:
-            input_ids: Token ids int64 [B, T], right-padded.
-            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
-
-        Returns:
-            L2-normalized embeddings [B, D].
-        """
         hidden = residual_stream(self.tower.embeddings(input_ids=input_ids))
         # No padding mask: attention is causal, and the last real token is read.
         hidden = self.tower.encoder(inputs_embeds=hidden, is_causal=True).last_hidden_state
@@ -478,16 +440,6 @@ class SiglipText(nn.Module):
         self.pad_id: int = config.pad_token_id
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Embed captions by the projected hidden state of the last position, after padding them to
-        the fixed length of the model.
-
-        Args:
-            input_ids: Token ids int64 [B, T], right-padded.
-            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
-
-        Returns:
-            L2-normalized embeddings [B, D].
-        """
         ids = input_ids.masked_fill(attention_mask == 0, self.pad_id)
         ids = F.pad(ids, (0, self.length - ids.shape[1]), value=self.pad_id)
         hidden = residual_stream(self.tower.embeddings(input_ids=ids))
@@ -496,15 +448,7 @@ class SiglipText(nn.Module):
 
 
 def drop_patches(patches: Tensor, dropout: float) -> Tensor:
-    """Keep a random subset of the patches of each row, in their order.
-
-    Args:
-        patches: Hidden states of the patches [B, N, W].
-        dropout: Fraction of the patches to drop, 0 to 1; at least one patch is kept.
-
-    Returns:
-        Hidden states [B, K, W] with K = round(N x (1 - dropout)).
-    """
+    """Keep a random subset of the patches [B, N, W] of each row, in their order; at least one."""
     num_kept = max(1, round(patches.shape[1] * (1 - dropout)))
     index = (
         torch.rand(patches.shape[:2], device=patches.device)

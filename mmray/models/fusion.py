@@ -73,42 +73,18 @@ class Fusion(PairHeads, TwoTower):
         return self.text(input_ids, attention_mask).embed
 
     def embed_pair(self, image: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return the features of pairs of an image and a caption, which the heads read.
-
-        Args:
-            image: Pixels uint8 [B, 3, S, S].
-            input_ids: Token ids of the caption of each image, int64 [B, T], right-padded.
-            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
-
-        Returns:
-            Features [B, W], where W is the width of the cross-attention.
-        """
+        """Return the features [B, W] of pairs of an image and a caption, which the heads read."""
         text = self.text(input_ids, attention_mask)
         return self.cross({"image": self.image(image).features}, text.features, attention_mask)
 
     def embed_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
-        """Embed boxes of images in the space of the text embeddings.
-
-        Args:
-            image: Pixels uint8 [B, 3, S, S].
-            boxes: [B, N, 4], (left, top, right, bottom) in fractions of the input image.
-
-        Returns:
-            L2-normalized embeddings [B, N, D].
+        """Embed boxes of images, (left, top, right, bottom) in fractions of the input image, in the
+        space of the text embeddings.
         """
         return self._region_embeds(self.image(image).features, boxes)
 
     def classify_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
-        """Return the logits of the labels in `model.region_labels` for boxes of images.
-
-        Args:
-            image: Pixels uint8 [B, 3, S, S].
-            boxes: [B, N, 4], (left, top, right, bottom) in fractions of the input image.
-
-        Returns:
-            Logits [B, N, C], the dot products of the embeddings of a box and a label name times
-            `logit_scale`; those of labels without a name are -1e4.
-        """
+        """Return the logits [B, N, C] of the labels in `model.region_labels` for boxes."""
         return self._region_logits(self.embed_regions(image, boxes))
 
     def _region_embeds(self, image_features: Tensor, boxes: Tensor) -> Tensor:

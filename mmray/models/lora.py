@@ -73,15 +73,7 @@ class FrozenBase(NamedTuple):
             )
 
     def remove_from(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state of a checkpoint without the frozen weights.
-
-        Args:
-            state: Nested dicts: `model` has weights by name, and `average`, the EMA of the weights,
-                by `module.NAME`; other keys are kept.
-
-        Returns:
-            A copy with the same keys, without the frozen weights.
-        """
+        """Return the state of a checkpoint without the frozen weights."""
         kept = dict(state)
         for part, prefix in STATE_PARTS.items():
             left_out = {f"{prefix}{name}" for name in self.names}
@@ -92,11 +84,7 @@ class FrozenBase(NamedTuple):
         return kept
 
     def add_to(self, state: Mapping[str, Any], model: nn.Module) -> None:
-        """Add the frozen weights to the state of a checkpoint that was saved without them.
-
-        Args:
-            model: The model, which has the frozen weights; it may be sharded.
-        """
+        """Add the frozen weights to the state of a checkpoint that was saved without them."""
         own = model.state_dict()
         for part, prefix in STATE_PARTS.items():
             if part in state:

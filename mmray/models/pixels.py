@@ -34,16 +34,11 @@ class NormalizePixels(nn.Module):
         self.register_buffer("std", 255 * torch.tensor(std).view(-1, 1, 1), persistent=False)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Return (image / 255 - mean) / std of pixels uint8 [..., 3, S, S], in the same shape and
-        the dtype of autocast; without autocast in that of the model's weights.
-        """
         return self.normalize(image)
 
     def normalize(self, image: Tensor) -> Tensor:
-        """Return (image / 255 - mean) / std of pixels uint8 [..., 3, S, S], in the same shape and
-        the dtype of autocast.
-
-        Without autocast, the dtype is that of the model's weights.
+        """Return (image / 255 - mean) / std of pixels uint8 [..., 3, S, S], in the dtype in which
+        the first layer computes.
         """
         pixels = (image.to(self.mean.dtype) - self.mean) / self.std
         return pixels.to(autocast_dtype(pixels))
@@ -85,9 +80,6 @@ class PatchConv2d(nn.Conv2d):
     """
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Convolve images [B, C, H, W] to patches [B, D, H / P, W / P]; an incomplete last patch is
-        unused.
-        """
         height, width = self.kernel_size
         rows = pixels.shape[2] // height
         columns = pixels.shape[3] // width

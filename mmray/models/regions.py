@@ -48,16 +48,6 @@ class RegionHead(nn.Module):
         self.project = nn.Linear(width, embed_dim, bias=False)
 
     def forward(self, grid: Tensor, boxes: Tensor) -> Tensor:
-        """Embed boxes of images in the space of the text embeddings.
-
-        Args:
-            grid: Feature maps of the images [B, W, H, H], where W is the number of channels and H
-                the number of positions per side.
-            boxes: [B, N, 4], (left, top, right, bottom) in fractions of the input image.
-
-        Returns:
-            L2-normalized embeddings [B, N, D], of the mean features of each box by RoIAlign.
-        """
         return l2_normalize(self.project(region_features(grid, boxes))).unflatten(
             0, boxes.shape[:2]
         )
@@ -177,16 +167,8 @@ class LabelTexts(nn.Module):
 def region_logits(
     regions: Tensor, texts: Tensor, scale: Tensor, named: Tensor | None = None
 ) -> Tensor:
-    """Return the logits of labels for boxes: scale times the dot product of their embeddings.
-
-    Args:
-        regions: L2-normalized embeddings of boxes [B, N, D].
-        texts: L2-normalized embeddings of label names [C, D].
-        scale: 1 / temperature, a scalar tensor.
-        named: Labels that have a name, bool [C]; the others get the logit -1e4. None: all.
-
-    Returns:
-        Logits [B, N, C] in the dtype of `regions`.
+    """Return the logits [B, N, C] of labels for boxes, scale times the dot product of their
+    embeddings; those of labels that are not `named` are -1e4.
     """
     # half precision is too coarse at scale 100
     with torch.autocast(regions.device.type, enabled=False):
@@ -195,16 +177,7 @@ def region_logits(
 
 
 def region_label_scores(logits: Tensor, batch: Batch, label_texts: LabelTexts) -> HeadScores:
-    """Return the scores of the boxes of a batch over the named labels, for the evaluation.
-
-    Args:
-        logits: Logits of each box for each label [B, N, C].
-        batch: `box_labels` int64 [B, N], and `box_mask` bool [B, N], False for padding.
-
-    Returns:
-        A HeadScores: `scores` [B x N, C], `label` int64 [B x N] (-1 for padding, which is not
-        counted), `num_classes` and `unit` `boxes`.
-    """
+    """Return the scores of the boxes of a batch over the named labels, for the evaluation."""
     label = torch.where(batch["box_mask"], batch["box_labels"], NO_LABEL)
     num_named = int(label_texts.named.sum())
     return HeadScores(logits.flatten(0, 1), label.flatten(), num_named, "boxes")

@@ -22,18 +22,8 @@ FILLS = {"boxes": (0, 0, 1, 1), "box_labels": 0, "has_text": True}
 def synthetic_rows(
     model: nn.Module, spec: ModelConfig, rows: int, device: torch.device | str, seed: int = 0
 ) -> Batch:
-    """Return a synthetic batch for a model.
-
-    It comes from the model's own `synthetic_batch(rows)`; if that returns None, it has random
-    pixels and random captions of the maximum length.
-
-    Args:
-        seed: Seed of the random numbers; a model's own method does not get it.
-
-    Returns:
-        Columns of a micro-batch by name, which the model's forward takes: those of
-        `synthetic_batch`, such as `image` uint8 [rows, 3, S, S] and `input_ids` int64 [rows, T], or
-        those that the model's own method returns.
+    """Return a synthetic batch for a model: of its own `synthetic_batch(rows)`, if it has that,
+    otherwise random pixels and random captions of the maximum length.
     """
     own = as_model(model).synthetic_batch(rows)
     if own is None:

@@ -112,55 +112,22 @@ class Towers(PairHeads, Model):
         return outputs | {"logit_scale": self.log_scale.exp()}
 
     def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Embed captions.
-
-        Args:
-            input_ids: Token ids int64 [B, T], right-padded.
-            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
-
-        Returns:
-            L2-normalized embeddings [B, D].
-        """
+        """Return the L2-normalized embeddings [B, D] of captions."""
         return _embedding(self.text(input_ids, attention_mask))
 
     def embed_audio(self, audio: Tensor, num_samples: Tensor) -> Tensor:
-        """Embed audio.
-
-        Args:
-            audio: Mono samples int16 [B, N], `model.inputs.audio_rate` per second, zeros after
-                those of a row.
-            num_samples: Number of samples of each row, int64 [B]; 0 for a row without audio.
-
-        Returns:
-            L2-normalized embeddings [B, D]; arbitrary for a row without audio.
-        """
+        """Return the L2-normalized embeddings [B, D] of audio; arbitrary for a row without."""
         assert self.audio is not None, "the model has no audio"
         return _embedding(self.audio(audio, num_samples))
 
     def embed_video(self, video: Tensor, num_frames: Tensor) -> Tensor:
-        """Embed videos.
-
-        Args:
-            video: Pixels uint8 [B, F, 3, S, S], RGB and not normalized; S is
-                `model.inputs.image_side`.
-            num_frames: Number of frames of each row, int64 [B]; 0 for a row without video.
-
-        Returns:
-            L2-normalized embeddings [B, D]; arbitrary for a row without video.
-        """
+        """Return the L2-normalized embeddings [B, D] of videos; arbitrary for a row without."""
         assert self.video is not None, "the model has no video"
         return _embedding(self.video(video, num_frames))
 
     def embed_pair(self, batch: Batch) -> Tensor:
-        """Return the features of texts with their audio and video, which the heads read.
-
-        Args:
-            batch: `input_ids` and `attention_mask` int64 [B, T], `audio` int16 [B, N] and
-                `num_samples` int64 [B], `video` uint8 [B, F, 3, S, S] and `num_frames` int64 [B],
-                as far as the model takes them; each row has a text.
-
-        Returns:
-            Features [B, W], where W is the width of the cross-attention.
+        """Return the features [B, W] of texts with their audio and video, which the heads read;
+        each row has a text.
         """
         encoded = self._encode(batch)
         features, masks = _media_features(encoded)
@@ -185,15 +152,9 @@ class Towers(PairHeads, Model):
 
     @torch.no_grad()
     def clamp_parameters(self) -> None:
-        """Clamp the learned log(1 / temperature), so that the temperature is in 0.01..1; called
-        after each optimizer step.
-        """
         self.log_scale.clamp_(min=0.0, max=MAX_LOG_SCALE)
 
     def architecture(self) -> dict[str, Any]:
-        """Return the transformers configs of the towers that have one, as JSON values by `text`,
-        `audio`, `video` and `image`.
-        """
         towers: dict[str, nn.Module] = {"text": self.text.tower}
         if self.audio is not None:
             towers["audio"] = self.audio.tower

@@ -70,16 +70,6 @@ class Branch(nn.Module):
     def forward(self, media: Tensor, lengths: Tensor | None = None) -> Any:
         """Embed rows: images as their tower pools them, others by the mean over the positions that
         are not padding; then a linear projection.
-
-        Args:
-            media: Pixels uint8 of images [B, 3, S, S] or videos [B, F, 3, S, S], samples int16 [B,
-                N] of audio at the rate of the tower, or token ids int64 [B, T].
-            lengths: Frames or samples of each row, int64 [B], 0 for a row without; the attention
-                mask of token ids, int64 [B, T]; None for images.
-
-        Returns:
-            L2-normalized embeddings [B, D]; built `with_features` an `Encoded` with `features` [B,
-            N, W], `mask` int64 [B, N] (None for images) and `embed` [B, D].
         """
         if self.pixels is not None:
             media = self.pixels(media)
@@ -126,20 +116,11 @@ class TwoTower(DualEncoder):
         )
 
     def architecture(self) -> dict[str, Any]:
-        """Return the transformers configs of the towers that have one, as JSON values by `text` and
-        `image`.
-
-        They are enough to build the model without its pretrained files.
-        """
         return tower_configs({"text": self.text.tower, "image": self.image.tower})
 
 
 def tower_configs(towers: dict[str, nn.Module]) -> dict[str, Any]:
-    """Return the transformers configs of the towers that have one, as JSON values by name.
-
-    Args:
-        towers: Encoders by name; a wrapper of a transformers model has it as `net`.
-    """
+    """Return the transformers configs of encoders that wrap a model of transformers as `net`."""
     configs = {
         name: getattr(getattr(tower, "net", None), "config", None) for name, tower in towers.items()
     }

@@ -139,12 +139,8 @@ def read_state_dict(setting: str, file: str, device: str = "cpu") -> dict[str, T
 
 
 def read_architecture(spec: Any) -> dict[str, Any]:
-    """Return the config that the weights in a checkpoint file need, from the shapes of its tensors.
-
-    The tensors themselves are not read.
-
-    Raises:
-        UsageError: The file cannot be read, or is no checkpoint of open_clip with a ViT.
+    """Return the config that a checkpoint file needs, from the shapes of its tensors, which are not
+    read themselves.
     """
     state = read_state_dict(WEIGHTS_SETTING, spec.weights, "meta")
     return {"config": open_clip.hf_config(state, open_clip.rename_to_hf(state), spec)}
@@ -246,21 +242,15 @@ def load_config(setting: str, name: str, supported: Collection[str]) -> Any:
 
 
 def set_dropout(config: Any, dropout: float) -> None:
-    """Set the dropout of hidden states and attention in a config of transformers.
-
-    Args:
-        config: Config of an encoder; it may lack some of the settings.
-    """
+    """Set the dropout of hidden states and attention in a config of transformers that has it."""
     for name in _DROPOUTS:
         if hasattr(config, name):
             setattr(config, name, dropout)
 
 
 def freeze_batch_norms(module: nn.Module) -> None:
-    """Set each BatchNorm2d of a module to evaluation mode, in which it keeps its statistics.
-
-    Args:
-        module: An encoder; call it after `train`, which sets them to training mode.
+    """Set each BatchNorm2d of a module to evaluation mode, in which it keeps its statistics; call
+    it after `train`, which sets them to training mode.
     """
     for each in module.modules():
         if isinstance(each, nn.BatchNorm2d):
@@ -312,14 +302,8 @@ def load_pretrained(setting: str, name: str, model_class: Any, config: Any, **op
 
 
 def build_hf_encoder(setting: str, name: str | None, config: Any) -> Any:
-    """Build an encoder of transformers without a pooler.
-
-    Args:
-        name: Path of a folder, or a name on the Hugging Face hub, whose weights are loaded; None:
-            random weights.
-
-    Raises:
-        UsageError: The weights cannot be read, or some are missing.
+    """Build an encoder of transformers without a pooler, with the weights in a folder or on the
+    hub; None: random ones.
     """
     from transformers import AutoModel
 
@@ -330,12 +314,8 @@ def build_hf_encoder(setting: str, name: str | None, config: Any) -> Any:
 
 
 def add_language_rows(net: Any, rows: int, language_token: str) -> None:
-    """Add rows to the token embedding of a pretrained model for language tokens that it lacks.
-
-    Args:
-        net: Model of transformers, changed in place; new rows are initialized as the model does.
-        language_token: Pattern of the tokens, such as `[{}]`, where the code of a language
-            replaces {}; empty: none, and nothing is added.
+    """Add rows to the token embedding of a pretrained model for language tokens that it lacks; new
+    rows are initialized as the model does.
     """
     text = getattr(net, "text_model", net)  # CLIP and SigLIP have a part of this name
     if language_token and 0 < rows - text.config.vocab_size <= MAX_LANGUAGES:

@@ -29,24 +29,11 @@ REQUIRED = ("gathered_outputs", "scalar_output_names", "count", "compute_loss")
 
 
 def build(config: ObjectiveConfig) -> Objective:
-    """Build the objective that the `objective` section names.
-
-    Args:
-        config: The `objective` section. Its `kind` is a built-in name (`contrastive`, `sigmoid`,
-            `audio_text`, `video_text`, `audio_video`, `matching`, `clip_matching`,
-            `classification`, `region_text`, `language_modelling`), a user's `package.module:Class`,
-            which is called with this section, or a weighted sum such as `contrastive + 0.5 *
-            matching`.
-
-    Returns:
-        An object with `count(batch)`, which returns the denominator of the loss,
-        `compute_loss(outputs, batch, gathered)`, which returns (loss sum, count, sums of metrics by
-        name) of the rows of this call, and the attributes `gathered_outputs` and
-        `scalar_output_names`. For a sum, or a weight other than 1, it is a WeightedSum.
+    """Build the objective that the `objective` section names; for a sum, or a weight other than 1,
+    it is a WeightedSum.
 
     Raises:
-        UsageError: A class cannot be imported, or it lacks `gathered_outputs`,
-            `scalar_output_names`, `count` or `compute_loss`.
+        UsageError: A class cannot be imported, or it lacks a member of Objective.
     """
     terms = []
     for name, weight in config.terms.items():
@@ -67,10 +54,6 @@ class Term(NamedTuple):
 
     Attributes:
         name: Name of the objective, such as `matching`.
-        weight: Factor of its loss.
-        objective: The objective: `count(batch)` returns the denominator of its loss,
-            `compute_loss(outputs, batch, gathered)` the unweighted loss sum, the count and sums of
-            metrics by name.
     """
 
     name: str
@@ -115,13 +98,8 @@ class WeightedSum:
 
     @property
     def objective_parts(self) -> ObjectiveParts:
-        """The terms of the sum as two objectives, in an ObjectiveParts with two fields.
-
-        `global_loss` is the sum of the terms that compare rows of all ranks (those with
-        `gathered_outputs`), `local_loss` the sum of the others; either is None without such terms.
-        Both are objects with `count(batch)` and `compute_loss(outputs, batch, gathered)`, like this
-        one. The weights are applied in `compute_loss`; a single term of weight 1 is the term's
-        objective itself.
+        """The terms that compare rows of all ranks (those with `gathered_outputs`), and the others,
+        each as one objective.
         """
         global_terms = [term for term in self._terms if term.objective.gathered_outputs]
         local_terms = [term for term in self._terms if not term.objective.gathered_outputs]
@@ -133,32 +111,18 @@ class WeightedSum:
     def count(self, batch: Batch) -> Tensor:
         """Return the denominators of the K terms' losses, int64 [K], such as numbers of rows or
         tokens.
-
-        Args:
-            batch: Columns of the rows by name, as each term's `count` reads them, such as `valid`
-                bool [B], False for padding.
         """
         return torch.stack([term.objective.count(batch) for term in self._terms])
 
     def compute_loss(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
     ) -> LossSums:
-        """Return the weighted losses of the K terms, each with its own count.
+        """Return the weighted losses [K] of the K terms, their counts int64 [K], and metrics by
+        name.
 
-        Args:
-            outputs: Outputs of the model for the B local rows by name, as the terms read them, such
-                as `image_embed` [B, D] and the scalar `logit_scale`.
-            batch: Columns of these rows by name, such as `valid` bool [B], False for padding, and
-                `label` int64 [B].
-            gathered: Rows of all ranks, for terms over all pairs: the outputs that the attribute
-                `gathered_outputs` names [G, ...], `valid` bool [G], and the int `offset`, the index
-                of the first local row among the G. None: the local rows are all rows.
-
-        Returns:
-            The loss sums times their weights [K], the counts int64 [K], and metrics by name: for
-            each term its unweighted loss sum as `loss_TERM`, such as `loss_matching`, and its own
-            metrics. A metric is a vector [K] with its sum at the index of its term and 0 elsewhere.
-            If an earlier term has a metric of the same name, `_TERM` is appended.
+        Metrics are those of each term, and its unweighted loss sum as `loss_TERM`, such as
+        `loss_matching`. A metric is a vector [K] with its sum at the index of its term and 0
+        elsewhere. If an earlier term has a metric of the same name, `_TERM` is appended.
         """
         losses = []
         metric_sums = {}
@@ -177,19 +141,7 @@ class WeightedSum:
     def sample_hard_negatives(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]
     ) -> Batch:
-        """Return the columns of hard negatives of all terms that need them, such as Matching.
-
-        Args:
-            outputs: Outputs that the terms' `score_outputs` name [B, ...] and their scalars, for
-                the B rows of a micro-batch, without gradient.
-            gathered: Rows of all ranks: the outputs in `score_outputs` and the columns in
-                `gathered_inputs` [G, ...], `valid` bool [G], and the int `offset`, the index of the
-                micro-batch's first row among the G.
-
-        Returns:
-            Further columns [B, ...] for the micro-batch by name, such as `negative_ids` int64 [B,
-            T].
-        """
+        """Return the columns of hard negatives of all terms that need them, such as Matching."""
         columns: Batch = {}
         for objective in self._mining:
             columns |= objective.sample_hard_negatives(outputs, batch, gathered)

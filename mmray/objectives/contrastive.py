@@ -49,13 +49,8 @@ class Contrastive(RowLoss):
         return [name.removesuffix("_embed") for name in self.gathered_outputs]
 
     def valid_pairs(self, outputs: Outputs, valid: Tensor) -> Tensor:
-        """Return the rows that have a loss and serve as negatives, bool [B]: here `valid` itself; a
-        subclass may exclude more, such as rows without audio.
-
-        Args:
-            outputs: The two embeddings [B, D] by name, such as `image_embed` and `text_embed`; not
-                read here.
-            valid: Column `valid` of the batch, bool [B], False for padding and unreadable rows.
+        """Return the rows that have a loss and serve as negatives, bool [B]; a subclass may exclude
+        more, such as rows without audio.
         """
         return valid
 
@@ -139,48 +134,19 @@ class PairContrastive(Contrastive):
 
 
 class AudioText(PairContrastive):
-    """InfoNCE between audio and texts, in both directions; rows that lack one of them have no loss.
-
-    Outputs: `audio_embed`, `text_embed` [B, D], L2-normalized, 0 if missing, and the scalar
-    `logit_scale`.
-
-    A row's loss is the mean of its two cross-entropies. `compute_loss(outputs, batch, gathered)`
-    returns their sum over the valid rows with both modalities, the number of these rows, and the
-    sums of the two directions as the metrics `loss_audio_to_text` and `loss_text_to_audio`, all
-    scalars.
-    """
+    """InfoNCE between audio and texts, in both directions."""
 
     gathered_outputs = ("audio_embed", "text_embed")
 
 
 class VideoText(PairContrastive):
-    """InfoNCE between videos and texts, in both directions; rows that lack one of them have no
-    loss.
-
-    Outputs: `video_embed`, `text_embed` [B, D], L2-normalized, 0 if missing, and the scalar
-    `logit_scale`.
-
-    A row's loss is the mean of its two cross-entropies. `compute_loss(outputs, batch, gathered)`
-    returns their sum over the valid rows with both modalities, the number of these rows, and the
-    sums of the two directions as the metrics `loss_video_to_text` and `loss_text_to_video`, all
-    scalars.
-    """
+    """InfoNCE between videos and texts, in both directions."""
 
     gathered_outputs = ("video_embed", "text_embed")
 
 
 class AudioVideo(PairContrastive):
-    """InfoNCE between audio and videos, in both directions; rows that lack one of them have no
-    loss.
-
-    Outputs: `audio_embed`, `video_embed` [B, D], L2-normalized, 0 if missing, and the scalar
-    `logit_scale`.
-
-    A row's loss is the mean of its two cross-entropies. `compute_loss(outputs, batch, gathered)`
-    returns their sum over the valid rows with both modalities, the number of these rows, and the
-    sums of the two directions as the metrics `loss_audio_to_video` and `loss_video_to_audio`, all
-    scalars.
-    """
+    """InfoNCE between audio and videos, in both directions."""
 
     gathered_outputs = ("audio_embed", "video_embed")
 
@@ -215,21 +181,8 @@ class Sigmoid(RowLoss):
     def compute_loss(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
     ) -> LossSums:
-        """Return SigLIP's loss: binary cross-entropies of the pairs of a local image and any rank's
-        text.
-
-        Args:
-            outputs: `image_embed` and `text_embed` [B, D], L2-normalized, and the scalars
-                `logit_scale` and `logit_bias`, for the B local rows.
-            batch: `valid` bool [B], False for padding; pairs with such a row are left out.
-            gathered: Texts of all ranks: `text_embed` [G, D], `valid` bool [G], and the int
-                `offset`, the index of the first local row among the G. None: the local rows are all
-                rows.
-
-        Returns:
-            The loss summed over pairs, the number of valid local rows (int64 scalar), and the parts
-            of the sum as `loss_positive` (own text) and `loss_negative` (other texts). Sums are
-            scalars in at least float32.
+        """Return the loss of the pairs of a local image and any rank's text, the number of valid
+        local images, and the sums `loss_positive` and `loss_negative`.
         """
         if gathered is None:
             gathered = {"text_embed": outputs["text_embed"], "valid": batch["valid"], "offset": 0}
@@ -274,15 +227,5 @@ class Sigmoid(RowLoss):
 
 
 def mask_invalid(embed: Tensor, valid: Tensor) -> Tensor:
-    """Return embeddings in at least float32, with zeros for rows that are not valid.
-
-    A NaN in padding can then not reach a gradient.
-
-    Args:
-        embed: Embeddings [B, D].
-        valid: bool [B], False for rows whose embedding must not be used, such as padding.
-
-    Returns:
-        Embeddings [B, D].
-    """
+    """Return embeddings [B, D] in at least float32, with zeros for rows that are not valid."""
     return torch.where(valid[:, None], at_least_float32(embed), 0)

@@ -49,33 +49,14 @@ class CrossEntropy(ABC):
         """
 
     def count(self, batch: Batch) -> Tensor:
-        """Return the number of targets, an int64 scalar: the denominator of the loss. Targets are
-        the rows or boxes that are valid and have a label.
-
-        Args:
-            batch: The columns with the classes to predict, such as `label` int64 [B] (-1: no
-                label), and `valid` bool [B], False for padding.
-        """
+        """Return the number of targets."""
         return (self.targets(batch) != IGNORE_INDEX).sum()
 
     def compute_loss(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
     ) -> LossSums:
-        """Return the cross-entropy summed over the targets: the rows or boxes that are valid and
-        have a label.
-
-        Args:
-            outputs: Outputs of the model, with its logits [B, ..., C] under the name in the
-                attribute `logits`: `class_logits` [B, C] or `region_logits` [B, N, C].
-            batch: `valid` bool [B], False for padding, and the column with the classes to predict:
-                `label` int64 [B], or `box_labels` int64 and `box_mask` bool [B, N]; a label of -1
-                is none.
-            gathered: Unused, because rows are independent of each other.
-
-        Returns:
-            The loss sum, a scalar in at least float32; the number of targets, an int64 scalar; and
-            the number of targets with the largest logit, under the name in the attribute
-            `accuracy`, such as `class_accuracy`.
+        """Return the cross-entropy summed over the targets, their number, and the number of correct
+        predictions as `accuracy` (an attribute) names it.
         """
         targets = self.targets(batch)
         counted = targets != IGNORE_INDEX
@@ -110,15 +91,7 @@ class Classification(CrossEntropy):
 
 class RegionText(CrossEntropy):
     """Cross-entropy of each box over the texts of all labels (Gu et al. 2022, ViLD-text,
-    arXiv:2104.13921, eq. 2).
-
-    Outputs: `region_logits` [B, N, C], the logit of each box for each of C label texts. The batch's
-    `box_labels` is int64 [B, N], -1 for a box without a label, `box_mask` bool [B, N], False for
-    padding.
-
-    `compute_loss(outputs, batch, gathered)` returns the loss summed over the boxes with a label of
-    valid rows, the number of these boxes, and the number of correct ones as `region_accuracy`, all
-    scalars.
+    arXiv:2104.13921), divided by the number of labeled boxes of valid rows.
     """
 
     scalar_output_names = ("logit_scale",)

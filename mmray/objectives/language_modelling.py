@@ -31,25 +31,14 @@ class LanguageModelling:
     scalar_output_names: tuple[str, ...] = ()
 
     def count(self, batch: Batch) -> Tensor:
-        """Return the number of target tokens, an int64 scalar: the denominator of the loss.
-
-        Args:
-            batch: `targets` int64 [N], the tokens to predict.
-        """
+        """Return the number of target tokens."""
         targets = batch["targets"]
         return targets.new_full((), len(targets))
 
     def compute_loss(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
     ) -> LossSums:
-        """Return the loss that the model computed, with the number of its target tokens.
-
-        Args:
-            outputs: `loss_sum`, the cross-entropies summed over the targets, and `num_correct`, how
-                many targets had the largest logit; both are scalars.
-            batch: `targets` int64 [N], the tokens to predict.
-            gathered: Unused, because rows are independent of each other.
-        """
+        """Return the loss that the model computed, with the number of its target tokens."""
         loss_sum = outputs["loss_sum"]
         sums = {"token_accuracy": outputs["num_correct"].to(loss_sum.dtype)}
         return loss_sum, self.count(batch), sums

@@ -78,21 +78,8 @@ class Matching(RowLoss):
     def sample_hard_negatives(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]
     ) -> Batch:
-        """Return a hard negative caption for each image of a micro-batch, sampled from all ranks'
-        captions.
-
-        Args:
-            outputs: `image_embed` [B, D], L2-normalized, and the scalar `logit_scale`.
-            batch: `pos` int64 [B], the position of each row in the sample order (how many rows the
-                run takes before it).
-            gathered: Rows of all ranks: `text_embed` [G, D], the captions `input_ids` and
-                `attention_mask` int64 [G, T], `pos` int64 [G], `valid` bool [G] (False for
-                padding), and the int `offset`, the index of the micro-batch's first row among the
-                G.
-
-        Returns:
-            `negative_ids` and `negative_mask` int64 [B, T], and `has_negative` bool [B]. A row
-            without a different caption has its own in place of the negative.
+        """Return `negative_ids` and `negative_mask` int64 [B, T], the tokens of a caption of any
+        rank for each image, and `has_negative` bool [B], False if no caption differs from its own.
         """
         chosen = sample_negatives(outputs, batch, gathered, self.score_outputs[0])
         has_negative = chosen != NO_NEGATIVE
@@ -128,23 +115,15 @@ def sample_negatives(
     outputs: Outputs, batch: Batch, gathered: dict[str, Any], name: str = "image_embed"
 ) -> Tensor:
     """Sample a hard negative caption for each image, with probability softmax(logit_scale x
-    similarity).
+    similarity), by the Gumbel-max trick.
 
-    It is Gumbel-max sampling. The noise is a function of the positions of the two rows in the
-    sample order, so it does not depend on ranks and micro-batches. Captions equal to the image's
-    own one, and rows whose `valid` is False (padding), are excluded.
-
-    Args:
-        outputs: `image_embed` [B, D], L2-normalized, and the scalar `logit_scale`.
-        batch: `pos` int64 [B], the position of each row in the sample order (how many rows the run
-            takes before it).
-        gathered: Rows of all ranks: `text_embed` [G, D], `input_ids` and `attention_mask` int64 [G,
-            T], `pos` int64 [G], `valid` bool [G] (False for padding), and the int `offset`, the
-            index of the first of the B rows among the G. A row without text has zeros as
-            `text_embed`.
+    Noise is a hash of the positions of both rows in the sample order, so it does not depend on
+    ranks and micro-batches. Captions equal to the image's own one, rows without text and rows that
+    are not valid are excluded.
 
     Returns:
-        Index of each image's negative among the G rows, int64 [B]; -1 if no caption differs.
+        Index of each image's negative among the G rows of all ranks, int64 [B]; -1 if no caption
+        differs.
     """
     image = at_least_float32(outputs[name])
     text = at_least_float32(gathered["text_embed"])
@@ -161,16 +140,8 @@ def sample_negatives(
 
 
 def gumbel_noise(row: Tensor, column: Tensor) -> Tensor:
-    """Return standard Gumbel noise that is a hash of two positions in the sample order.
-
-    A position is the number of rows that a run takes before a row, over all workers and epochs.
-
-    Args:
-        row: Positions of B images, int64 [B].
-        column: Positions of G captions, int64 [G].
-
-    Returns:
-        Noise of each pair, float64 [B, G].
+    """Return standard Gumbel noise float64 [B, G], a hash of the positions in the sample order of B
+    images and G captions.
     """
     mixed = row[:, None] * SPLITMIX[0] + column[None] * SPLITMIX[1]
     for shift, factor in ((30, SPLITMIX[1]), (27, SPLITMIX[2]), (31, 1)):
@@ -180,15 +151,7 @@ def gumbel_noise(row: Tensor, column: Tensor) -> Tensor:
 
 
 def hash_captions(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return a hash of each caption's tokens that does not depend on the padding.
-
-    Args:
-        input_ids: Token ids int64 [B, T], right-padded.
-        attention_mask: int64 [B, T], 1 for a token and 0 for padding.
-
-    Returns:
-        Hashes, int64 [B].
-    """
+    """Return a hash of each caption's tokens, int64 [B], that does not depend on the padding."""
     positions = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)
     mixed = (input_ids + 1) * SPLITMIX[0] + positions * SPLITMIX[1]
     mixed = (mixed ^ _logical_shift_right(mixed, 29)) * SPLITMIX[2]

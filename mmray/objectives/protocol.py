@@ -94,20 +94,11 @@ class RowLoss:
     def counted_rows(self, batch: Batch) -> Tensor:
         """Return the rows that have a loss, bool [B]: the valid ones; a subclass may exclude
         others, such as those without audio.
-
-        Args:
-            batch: `valid` bool [B], False for padding and unreadable rows.
         """
         return batch["valid"]
 
     def count(self, batch: Batch) -> Tensor:
-        """Return the number of rows that have a loss, an int64 scalar: the denominator of the loss.
-        These are the valid rows, unless the loss needs more, such as audio.
-
-        Args:
-            batch: `valid` bool [B], False for padding and unreadable rows, and the other columns
-                that the loss needs to decide which rows have a loss, such as `has_text` bool [B].
-        """
+        """Return the number of rows that have a loss."""
         return self.counted_rows(batch).sum()
 
 
@@ -220,10 +211,8 @@ class ObjectiveParts:
 
     @property
     def needs_first_pass(self) -> bool:
-        """Whether the loss, or the choice of hard negatives, compares all rows of a step with each
-        other.
-
-        If so, a step embeds all of its rows before it computes gradients of the weights.
+        """Whether a step embeds all of its rows before it computes gradients of the weights,
+        because the loss, or the choice of hard negatives, compares them with each other.
         """
         return self.global_loss is not None or self.mining_loss is not None
 
@@ -237,11 +226,8 @@ class ObjectiveParts:
 
     @cached_property
     def pairwise_loss(self) -> PairwiseLoss | None:
-        """The global loss if it is a sum over pairs of rows, such as the sigmoid loss; otherwise
-        None.
-
-        The pairs of such a loss can be scored in chunks of the gathered rows, which bounds memory.
-        None also if hard negatives are sampled, because that needs all embeddings at once.
+        """The global loss if its pairs can be scored in chunks of the gathered rows, which bounds
+        memory; None also if hard negatives are sampled, because that needs all embeddings at once.
         """
         if self.mining_loss is None and isinstance(self.global_loss, PairwiseLoss):
             return self.global_loss
@@ -270,16 +256,7 @@ class HasParts(Protocol):
 
 
 def split_objective(objective: Objective) -> ObjectiveParts:
-    """Split an objective into its global loss (over pairs of rows of all ranks) and its local loss
-    (a sum over rows).
-
-    Args:
-        objective: An object with the members of `Objective`. Its own `objective_parts` are returned
-            if it has them; otherwise it is global if its `gathered_outputs` are not empty.
-
-    Returns:
-        An ObjectiveParts with `global_loss` and `local_loss`, each None if the objective has none.
-    """
+    """Split an objective into its global and its local loss; a single one is either."""
     if isinstance(objective, HasParts):
         return objective.objective_parts
     if objective.gathered_outputs:

@@ -83,15 +83,6 @@ class LogMel(nn.Module):
         self.register_buffer("filters", filters.float(), persistent=False)
 
     def forward(self, audio: Tensor) -> Tensor:
-        """Return the log-mel spectrogram of audio.
-
-        Args:
-            audio: Samples int16 [B, N], `rate` per second as given to the constructor.
-
-        Returns:
-            Float32 [B, 64, T] of 64 mel bands, T = N // round(rate / 100) + 1 frames, one each 10
-            ms.
-        """
         # Half precision has too few bits for the power of a spectrum.
         with torch.autocast(audio.device.type, enabled=False):
             samples = audio.to(self.window.dtype) / 32768
@@ -101,9 +92,6 @@ class LogMel(nn.Module):
     def num_frames(self, num_samples: Tensor) -> Tensor:
         """Return how many frames of each row's spectrogram have audio and not only padding, int64
         [B].
-
-        Args:
-            num_samples: Number of samples of each row without padding, int64 [B].
         """
         return (num_samples + self.hop - 1) // self.hop
 
@@ -141,17 +129,6 @@ class AudioTransformer(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, audio: Tensor, num_samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Encode audio.
-
-        Args:
-            audio: Samples int16 [B, N], `rate` per second as given to the constructor, zeros after
-                those of a row.
-            num_samples: Samples of each row, int64 [B]; 0 for a row without audio.
-
-        Returns:
-            A feature vector for each 40 ms [B, T, width], where width is `model.audio.width`, and a
-            mask int64 [B, T], 1 for audio and 0 for padding.
-        """
         mels = self.mels(audio)
         frames = self.mels.num_frames(num_samples)
         hidden = F.gelu(self.conv1(_masked(mels, frames)))

@@ -80,20 +80,6 @@ class CrossEncoder(nn.Module):
         attention_mask: Tensor,
         masks: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """Return the features of pairs of a text and other modalities.
-
-        Args:
-            features: Features of each position of the other modalities [B, N, width], by name.
-            text_features: Features of each token of the texts [B, T, text_width].
-            attention_mask: int64 [B, T], 1 for a token and 0 for padding; 0 for a row without text,
-                of which the first position is used.
-            masks: int64 [B, N] of each modality, 0 for padding and for rows that lack it; None: no
-                row lacks any.
-
-        Returns:
-            One feature vector of each pair, the mean over the tokens of its text [B, W], where W is
-            the width of the cross-attention.
-        """
         padding = ~mask_with_first(attention_mask)
         hidden = self.from_text(text_features)
         memory = torch.cat(

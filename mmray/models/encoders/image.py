@@ -100,31 +100,14 @@ class ImageEncoder(nn.Module, ABC):
     has_class_token = False  # if true, it is the first position
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Return one feature vector for each image, pooled from its positions and not normalized.
-
-        Args:
-            pixels: Normalized pixels, float [B, 3, S, S].
-
-        Returns:
-            [B, width]: the class token, or without one the mean over the patches, unless a subclass
-            pools in another way.
-        """
         return self.pool(self.features(pixels))
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Return `encode(embed(pixels))`, the features of each of N positions, [B, N, width].
-
-        Args:
-            pixels: Normalized pixels [B, 3, S, S].
-        """
+        """Return the features of each of N positions, [B, N, width]."""
         return self.encode(self.embed(pixels))
 
     def embed(self, pixels: Tensor) -> Tensor:
-        """Return the hidden states before the first block; by default the pixels themselves.
-
-        Args:
-            pixels: Normalized pixels [B, 3, S, S].
-        """
+        """Return the hidden states before the first block; by default the pixels themselves."""
         return pixels
 
     @abstractmethod
@@ -137,14 +120,8 @@ class ImageEncoder(nn.Module, ABC):
         """
 
     def pool(self, features: Tensor) -> Tensor:
-        """Return one feature vector for each image.
-
-        Args:
-            features: Features of each of N positions [B, N, width], as `features` returns them:
-                class token and registers, if the encoder has them, then the patches.
-
-        Returns:
-            [B, width]: the class token, or without one the mean over the patches.
+        """Return one feature vector for each image: the class token, or without one the mean over
+        the patches.
         """
         if self.has_class_token:
             return features[:, 0]
@@ -152,25 +129,13 @@ class ImageEncoder(nn.Module, ABC):
 
     @torch.no_grad()
     def num_positions(self, image_side: int) -> int:
-        """Return the number N of positions of the features [B, N, width] of an image: the patches,
-        and the class token and registers if the encoder has them.
-
-        Args:
-            image_side: Height and width of the image in pixels.
-        """
+        """Return the number N of positions of the features of an image."""
         on_meta: Any = _copy_to_meta(self)
         pixels = torch.zeros(1, 3, image_side, image_side, device="meta")
         return int(on_meta.features(pixels).shape[1])
 
     def grid(self, features: Tensor) -> Tensor:
-        """Return the features as a map, without class token and registers.
-
-        Args:
-            features: Features of each position [B, N, width], as `features` returns them.
-
-        Returns:
-            [B, width, H, H], where H x H is the number of patches.
-        """
+        """Return the features as a map [B, width, H, H] of the patches."""
         patches = features[:, self.prefix_tokens :]
         return patches.transpose(1, 2).unflatten(2, (math.isqrt(patches.shape[1]), -1))
 
@@ -225,11 +190,7 @@ class Backbone(ImageEncoder):
         return hidden
 
     def train(self, mode: bool = True) -> Self:
-        """Set training or evaluation mode, but keep frozen BatchNorm in evaluation mode.
-
-        Returns:
-            This module.
-        """
+        """Set training or evaluation mode, but keep frozen BatchNorm in evaluation mode."""
         super().train(mode)
         if self.frozen:
             freeze_batch_norms(self)

@@ -95,17 +95,8 @@ def lengthen_text_model(model: Any, length: int, kept: int, weights: str) -> str
 
 @torch.no_grad()
 def image_positions(weight: Tensor, grid: int) -> Tensor:
-    """Return position embeddings for another number of patches.
-
-    A class token keeps its position. Patches are interpolated in float32, bicubic with
-    antialiasing.
-
-    Args:
-        weight: [P + old x old, W], where P is 0 or 1 class tokens, old the number of patches in a
-            row and a column, and W the hidden size.
-
-    Returns:
-        [P + grid x grid, W] in the dtype of `weight`.
+    """Return position embeddings [prefix + grid x grid, W] for another number of patches; those of
+    the class token and registers, which come first, are kept.
     """
     old_grid = math.isqrt(len(weight))
     num_prefix = len(weight) - old_grid**2
@@ -117,13 +108,7 @@ def image_positions(weight: Tensor, grid: int) -> Tensor:
 
 @torch.no_grad()
 def text_positions(weight: Tensor, length: int, kept: int) -> Tensor:
-    """Return position embeddings for another number of tokens.
-
-    Args:
-        weight: [N, W], where N is the old number of positions and W the hidden size.
-        kept: Number of leading positions that keep their values; the others are interpolated
-            linearly.
-    """
+    """Return position embeddings [length, W] for another number of tokens; the first are kept."""
     rest = weight[kept:].float().T[None]
     resized = F.interpolate(rest, length - kept, mode="linear")[0].T.to(weight.dtype)
     return torch.cat([weight[:kept], resized]).contiguous()

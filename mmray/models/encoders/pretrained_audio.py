@@ -67,31 +67,14 @@ class PretrainedAudio(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, audio: Tensor, num_samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Encode audio.
-
-        Args:
-            audio: Samples int16 [B, N], `rate` per second (an attribute), zeros after those of a
-                row.
-            num_samples: Samples of each row, int64 [B]; 0 for a row without audio.
-
-        Returns:
-            Features [B, T, width] of T time steps, one of a whole clip for CLAP, and a mask int64
-            [B, T], 1 for audio and 0 for padding.
+        """Return features [B, T, width] of T time steps, one of a whole clip for CLAP, and their
+        mask.
         """
 
     @abstractmethod
     def spectrogram(self, audio: Tensor, num_samples: Tensor) -> Tensor:
         """Return the log-mel spectrogram that the feature extractor of transformers computes from
-        the same samples.
-
-        Args:
-            audio: Samples int16 [B, N], `rate` per second (an attribute), zeros after those of a
-                row.
-            num_samples: Samples of each row, int64 [B].
-
-        Returns:
-            Float32 in the shape that the encoder takes: [B, mels, T], or [B, 1, T, mels] for CLAP.
-            T is the number of spectra of audio padded to the longest that the encoder takes.
+        the same samples, padded to the longest that the encoder takes.
         """
 
     def _power(self, audio: Tensor) -> Tensor:
@@ -105,12 +88,6 @@ class PretrainedAudio(nn.Module, ABC):
     def train(self, mode: bool = True) -> Self:
         """Set training or evaluation mode, but keep BatchNorm in evaluation mode: statistics of a
         micro-batch would depend on its size.
-
-        Args:
-            mode: Whether to set training mode.
-
-        Returns:
-            This module.
         """
         super().train(mode)
         freeze_batch_norms(self)

@@ -102,15 +102,6 @@ class HfTextTower(nn.Module):
         self.width = net.config.hidden_size
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Encode each token of captions.
-
-        Args:
-            input_ids: Token ids int64 [B, T], right-padded.
-            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
-
-        Returns:
-            Features [B, T, width], and the attention mask.
-        """
         # transformers uses a 4-D mask as it is; it would inspect a 2-D one, which synchronizes the
         # GPU every step.
         mask = mask_with_first(attention_mask)[:, None, None, :]
@@ -147,15 +138,6 @@ class TextTransformer(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Encode each token of captions.
-
-        Args:
-            input_ids: Token ids int64 [B, T], right-padded.
-            attention_mask: int64 [B, T], 1 for a token and 0 for padding.
-
-        Returns:
-            Features [B, T, width], and the attention mask.
-        """
         hidden = self.dropout(
             self.norm(self.tokens(input_ids) + self.positions.weight[: input_ids.shape[1]])
         )
@@ -193,15 +175,6 @@ class TransformerLayer(nn.Module):
         )
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """Apply self-attention and the MLP.
-
-        Args:
-            hidden: Hidden states [B, T, W].
-            mask: True for tokens that are attended to, bool [B, 1, 1, T].
-
-        Returns:
-            Hidden states [B, T, W].
-        """
         query, key, value = (
             self.qkv(hidden).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         )
@@ -214,27 +187,16 @@ class TransformerLayer(nn.Module):
 
 
 def masked_mean(features: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return the mean features of the tokens of each row.
-
-    Args:
-        features: Features of each token [B, T, W].
-        attention_mask: int64 [B, T], 1 for a token and 0 for padding. The first position is always
-            part of the mean, so that of a row without tokens is finite.
-
-    Returns:
-        Mean features [B, W].
+    """Return the mean features [B, W] of the tokens of each row, which always include the first
+    position, so that a row without tokens is finite.
     """
     weight = mask_with_first(attention_mask).unsqueeze(-1).to(features.dtype)
     return (features * weight).sum(1) / weight.sum(1)
 
 
 def mask_with_first(attention_mask: Tensor) -> Tensor:
-    """Return an attention mask as bool [B, T] in which the first position is always True.
-
-    So a row without tokens does not divide by zero.
-
-    Args:
-        attention_mask: int64 [B, T], 1 for a token and 0 for padding.
+    """Return an attention mask as bool [B, T] in which the first position is always True, so that a
+    row without tokens does not divide by zero.
     """
     return attention_mask.bool() | (
         torch.arange(attention_mask.shape[1], device=attention_mask.device) == 0
@@ -242,9 +204,5 @@ def mask_with_first(attention_mask: Tensor) -> Tensor:
 
 
 def length_mask(lengths: Tensor, size: int) -> Tensor:
-    """Return a mask int64 [B, size]: 1 for the first positions of each row, 0 for padding.
-
-    Args:
-        lengths: Number of positions of each row before its padding, int64 [B].
-    """
+    """Return a mask int64 [B, size]: 1 for the first positions of each row, 0 for padding."""
     return (torch.arange(size, device=lengths.device) < lengths[:, None]).long()

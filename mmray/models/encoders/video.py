@@ -57,16 +57,6 @@ class FrameEncoder(nn.Module):
             self.positions = nn.Parameter(positions.normal_(std=INIT_STD))
 
     def forward(self, pixels: Tensor, num_frames: Tensor) -> tuple[Tensor, Tensor]:
-        """Encode videos.
-
-        Args:
-            pixels: Normalized pixels, float [B, F, 3, S, S].
-            num_frames: Frames of each row, int64 [B]; 0 for a row without video.
-
-        Returns:
-            One feature vector for each frame [B, F, width], and a mask int64 [B, F], 1 for a frame
-            and 0 for padding.
-        """
         features = self.image(pixels.flatten(0, 1)).unflatten(0, pixels.shape[:2])
         mask = length_mask(num_frames, pixels.shape[1])
         attended = mask_with_first(mask)[:, None, None, :]
@@ -112,16 +102,6 @@ class VideoMae(nn.Module):
         self.frames = config.num_frames
 
     def forward(self, pixels: Tensor, num_frames: Tensor) -> tuple[Tensor, Tensor]:
-        """Encode videos.
-
-        Args:
-            pixels: Normalized pixels, float [B, F, 3, S, S].
-            num_frames: Frames of each row, int64 [B]; 0 for a row without video.
-
-        Returns:
-            Features [B, N, width] of N blocks, each of a patch in some consecutive frames, and a
-            mask int64 [B, N], 0 for a row without video, otherwise 1.
-        """
         index = torch.arange(self.frames, device=pixels.device)
         last = num_frames.clamp(min=1)[:, None] - 1
         rows = torch.arange(len(pixels), device=pixels.device)[:, None]

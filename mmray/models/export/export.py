@@ -258,11 +258,7 @@ def _rename(prefixes: Mapping[str, str], name: str) -> str:
 
 
 def to_hf_state(model: Model) -> dict[str, Tensor]:
-    """Return the weights of a model under the names of transformers.
-
-    Returns:
-        Tensors by name; those of renamed weights are not copied.
-    """
+    """Return the weights of a model under the names of transformers; they are not copied."""
     state = {_rename(model.hf_names, name): each for name, each in model.state_dict().items()}
     if "logit_bias" in state:  # SigLIP stores its two scalars as vectors of one
         state |= {name: state[name].reshape(1) for name in ("logit_scale", "logit_bias")}

@@ -286,19 +286,7 @@ class Embedder:
 
 
 def load_images(images: Sequence[ImageInput], inputs: Inputs, first: int = 0) -> Tensor:
-    """Decode images and fit them to the inputs of a model.
-
-    Args:
-        images: N images: PIL images, encoded bytes or paths of files.
-        inputs: The `model.inputs` section, with the side S in pixels and how an image becomes
-            square.
-
-    Returns:
-        Pixels, uint8 [N, 3, S, S] on the CPU.
-
-    Raises:
-        DataError: An image is unreadable; the message has its index.
-    """
+    """Decode images, and fit them to the inputs of a model: uint8 [N, 3, S, S]."""
     pixels = [
         transform(decode_image(index, image), inputs) for index, image in enumerate(images, first)
     ]

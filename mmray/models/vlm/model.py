@@ -210,16 +210,7 @@ class Vlm(Model):
         return {"loss_sum": loss_sum, "num_correct": num_correct}
 
     def hidden_states(self, batch: Batch) -> Tensor:
-        """Return the hidden states after the last layer.
-
-        Args:
-            batch: Tensors by column: `input_ids` int64 [1, T] if rows are packed, otherwise [B, T];
-                `position_ids`, `pixel_values` and the other inputs of the transformers model. Other
-                columns, such as `targets` and `key`, are ignored.
-
-        Returns:
-            [B, T, H], with B = 1 if rows are packed, for T tokens and hidden size H.
-        """
+        """Return the hidden states after the last layer, [1, T, H] if rows are packed."""
         inputs = self.model_inputs(batch)
         output: Tensor = self.net.model(**inputs, use_cache=False).last_hidden_state
         return output
@@ -289,10 +280,8 @@ class Vlm(Model):
         return total, torch.stack(norms)
 
     def branches(self) -> dict[str, nn.Module]:
-        """Return the submodules `vision`, the encoder of images (or of audio), `audio`, the encoder
-        of audio of a model that has both, and `language`, the decoder.
-
-        They are the units of compile and activation checkpointing.
+        """Return the encoder of images (or of audio) as `vision`, the second one of a model that
+        has both as `audio`, and the decoder as `language`.
         """
         return self._encoders() | {"language": self.net.get_decoder()}
 
