@@ -27,7 +27,7 @@ from mmray.engine.precision import fork_seeded_rng
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
 from mmray.models.build import build
-from mmray.models.protocol import RANDOM_WEIGHTS
+from mmray.models.protocol import RANDOM_WEIGHTS, saved_layers
 from mmray.models.synthetic import synthetic_batch
 from tests.engine import recipe_models, toy
 from tests.engine.recipe_models import MODELS, VOCAB, WITH_DROPOUT
@@ -146,7 +146,8 @@ def test_pixels_and_first_layers_of_a_resnet_are_one_graph(
     tower = ImageTower(name=name, weights="none" if name == "resnet18" else "resnet")
     spec = WITH_DROPOUT.model_copy(update={"image": tower, "batch_norm": batch_norm})
     layers = {"embedding_size": 8, "hidden_sizes": [8], "depths": [1], "layer_type": "basic"}
-    model = build(spec, VOCAB, {"image": {"model_type": "resnet"} | layers}).double()
+    source = saved_layers({"image": {"model_type": "resnet"} | layers})
+    model = build(spec, VOCAB, source).double()
     model = model.to(memory_format=torch.channels_last).train()
     settings = toy.train_settings(compile=compiler)
     compiled: Any = apply_transforms(model, settings, toy.OPTIMIZER, Group()).image
