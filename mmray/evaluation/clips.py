@@ -45,7 +45,7 @@ class ClipEvaluator(EvalDataset):
     @torch.no_grad()
     def score(
         self,
-        model: Any,
+        model: nn.Module,
         group: Group,
         objective: Objective | None,
         global_batch_size: int,

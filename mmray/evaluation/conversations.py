@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor
 
 from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.transform import thumbnail
@@ -41,6 +41,7 @@ from mmray.objectives.protocol import Objective
 
 if TYPE_CHECKING:
     from mmray.config import Config
+    from mmray.models.vlm.model import Vlm
 
 MAX_NEW_TOKENS = 64  # tokens of an answer
 MAX_BATCH = 64  # rows of a forward pass
@@ -89,7 +90,7 @@ class ConversationEvaluator(EvalReader):
     @torch.no_grad()
     def score(
         self,
-        model: nn.Module,
+        model: Vlm,
         group: Group,
         objective: Objective | None,
         global_batch_size: int,
@@ -118,30 +119,15 @@ class ConversationEvaluator(EvalReader):
         Raises:
             DataError: No row is readable; raised on every rank.
         """
-        vlm: Any = model
-        collate = vlm.collator()
-        self.reader.__dict__["encoder"] = vlm.encoder  # otherwise the processor is loaded twice
-        sums = torch.zeros(4, dtype=torch.float64)  # loss, tokens, correct tokens, rows
+        self.reader.__dict__["encoder"] = model.encoder  # otherwise the processor is loaded twice
         with eval_mode(model):
-            batches = self.batches(group.rank, group.world_size, self.settings.limit)
-            for part in steps_in_lockstep(model, batches, group):
-                encoded: list[EncodedRow] = []
-                for number, held_out in part or ():
-                    row = self._try(number, held_out, self._encode)
-                    encoded += row or []
-                    sums[3] += row is not None
-                if encoded or in_lockstep(model, group):
-                    batch = collate(encoded)
-                    outputs = model({name: each.to(group.device) for name, each in batch.items()})
-                    sums[0] += outputs["loss_sum"].double().cpu()
-                    sums[1] += len(batch["targets"])
-                    sums[2] += outputs["num_correct"].double().cpu()
+            sums = self._sum_losses(model, group)
         loss, tokens, correct, rows = group.all_gather_variable(sums[None]).sum(0).tolist()
         bad_rows = self.count_bad_rows(int(rows), group)
         answers: list[Answer] = []
         if self.settings.num_generations:
             with eval_mode(model):
-                answers = self._generate_answers(vlm, group)
+                answers = self._generate_answers(model, group)
         if answers and save_examples is not None:
             examples = answer_examples(answers, self.prepared, self.reader.question)
             save_examples({"rows": int(rows)} | examples)
@@ -161,6 +147,25 @@ class ConversationEvaluator(EvalReader):
         scores = answer_scores(texts, references)
         return self.add_own_metrics(scores | metrics, group, texts, references)
 
+    def _sum_losses(self, model: Vlm, group: Group) -> Tensor:
+        """Return loss, target tokens, correct ones and rows of this rank, float64 [4]."""
+        collate = model.collator()
+        sums = torch.zeros(4, dtype=torch.float64)
+        batches = self.batches(group.rank, group.world_size, self.settings.limit)
+        for part in steps_in_lockstep(model, batches, group):
+            encoded: list[EncodedRow] = []
+            for number, held_out in part or ():
+                row = self._try(number, held_out, self._encode)
+                encoded += row or []
+                sums[3] += row is not None
+            if encoded or in_lockstep(model, group):
+                batch = collate(encoded)
+                outputs = model({name: each.to(group.device) for name, each in batch.items()})
+                sums[0] += outputs["loss_sum"].double().cpu()
+                sums[1] += len(batch["targets"])
+                sums[2] += outputs["num_correct"].double().cpu()
+        return sums
+
     def _encode(self, row: Row) -> list[EncodedRow]:
         """Return the conversations of a row: one, or one for each caption. Raises as
         `encode_row`.
@@ -176,7 +181,7 @@ class ConversationEvaluator(EvalReader):
             self.skip(number, error)
             return None
 
-    def _generate_answers(self, vlm: Any, group: Group) -> list[Answer]:
+    def _generate_answers(self, vlm: Vlm, group: Group) -> list[Answer]:
         """Generate the answers of the first `num_generations` rows; all ranks get all of them."""
         settings = self.settings
         limit = min(settings.num_generations, settings.limit or settings.num_generations)

@@ -19,6 +19,7 @@ from mmray.models.two_tower import TwoTower
 
 if TYPE_CHECKING:
     from mmray.config import Fusion as FusionConfig
+    from mmray.data.text.tokenizer import TextEncoder
 
 
 class Fusion(PairHeads, TwoTower):
@@ -96,7 +97,7 @@ class Fusion(PairHeads, TwoTower):
         texts = self.text(*self.label_texts.tokens()).embed
         return region_logits(regions, texts, self.log_scale.exp(), self.label_texts.named)
 
-    def use_tokenizer(self, encoder: Any) -> None:
+    def use_tokenizer(self, encoder: TextEncoder) -> None:
         if self.label_texts is not None and self.label_texts.token_ids is None:
             self.label_texts.tokenize(encoder)
 

@@ -26,6 +26,7 @@ from mmray.storage.requests import iter_parallel
 
 if TYPE_CHECKING:
     from mmray.config import Lora
+    from mmray.config import Model as ModelConfig
 
 ADAPTERS = "adapter_model.safetensors"
 # Parts of a checkpoint with weights, and the prefix of their names: the model, and its EMA.
@@ -91,7 +92,7 @@ class FrozenBase(NamedTuple):
                 state[part].update({f"{prefix}{name}": own[name] for name in self.names})
 
 
-def starts_from_files(spec: Any) -> bool:
+def starts_from_files(spec: ModelConfig) -> bool:
     """Return whether all weights that a run started with are in the files of `model.weights`.
 
     With `inputs.language_token` they are not, because rows of its tokens are random.
@@ -102,7 +103,7 @@ def starts_from_files(spec: Any) -> bool:
     return spec.kind != "vlm" or has_weights(weights)
 
 
-def leaves_out_base(spec: Any) -> bool:
+def leaves_out_base(spec: ModelConfig) -> bool:
     """Return whether checkpoints of a run leave out the frozen weights: the model has adapters, and
     `model.weights` has all of them.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch import Tensor
 from mmray.errors import UsageError, first_line
 from mmray.plugins import check_installed
 from mmray.storage.weights_json import read_weights_json
+
+if TYPE_CHECKING:
+    from mmray.config.model_kinds import ClipFamily
 
 # Names in checkpoints -> transformers, replaced in this order; q, k and v of a block are packed.
 _BLOCK_NAMES = {
@@ -273,7 +276,7 @@ def _transformer_sizes(part: str, hf: dict[str, Tensor]) -> dict[str, int]:
     }
 
 
-def hf_config(state: dict[str, Tensor], hf: dict[str, Tensor], spec: Any) -> dict[str, Any]:
+def hf_config(state: dict[str, Tensor], hf: dict[str, Tensor], spec: ClipFamily) -> dict[str, Any]:
     """Return the values of transformers' CLIPConfig or SiglipConfig for weights of open_clip.
 
     Args:
@@ -408,7 +411,7 @@ def _activation(
     return str(activation)
 
 
-def check_activation(spec: Any, stored: str | None) -> None:
+def check_activation(spec: ClipFamily, stored: str | None) -> None:
     """Check that the setting `model.activation` is the activation of the pretrained weights.
 
     Args:

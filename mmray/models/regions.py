@@ -6,7 +6,7 @@ A model without regions has none of these parts, and its batches have no box col
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from mmray.models.protocol import HeadScores
 
 if TYPE_CHECKING:
     from mmray.config import Inputs
+    from mmray.data.text.tokenizer import TextEncoder
 
 SAMPLES_PER_SIDE = 7  # sampling points of RoIAlign per side of a box
 UNNAMED_LOGIT = -1e4  # logit of a label without a name: zero in any softmax, but finite
@@ -137,7 +138,7 @@ class LabelTexts(nn.Module):
         )
         self._set(token_ids)
 
-    def tokenize(self, encoder: Any) -> None:
+    def tokenize(self, encoder: TextEncoder) -> None:
         """Tokenize the label names."""
         ids, num_tokens = encoder.encode([*map(encoder.format_caption, self._names)])
         self._set([row[:length].tolist() for row, length in zip(ids, num_tokens, strict=True)])

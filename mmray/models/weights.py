@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile
 
 import torch
@@ -21,6 +21,9 @@ from mmray.errors import UsageError, first_line
 from mmray.models import open_clip
 from mmray.models.protocol import WeightSource
 from mmray.plugins import check_installed
+
+if TYPE_CHECKING:
+    from mmray.config.model_kinds import ClipFamily, Transformer
 
 WEIGHTS_SETTING = "model.weights"
 HAVE_POOLER_OPTION = ("vit", "bert", "roberta", "xlm-roberta", "camembert", "ernie", "albert")
@@ -138,7 +141,7 @@ def read_state_dict(setting: str, file: str, device: str = "cpu") -> dict[str, T
     return state
 
 
-def read_architecture(spec: Any) -> dict[str, Any]:
+def read_architecture(spec: ClipFamily) -> dict[str, Any]:
     """Return the config that a checkpoint file needs, from the shapes of its tensors, which are not
     read themselves.
     """
@@ -335,7 +338,7 @@ def check_vocab_size(setting: str, weights: str, rows: int, vocab_size: int) -> 
         )
 
 
-def transformer_config(part: Any) -> dict[str, Any]:
+def transformer_config(part: Transformer) -> dict[str, Any]:
     """Return the config values of transformers for an encoder section.
 
     Returns:

@@ -21,8 +21,8 @@ def resize_vision_model(model: Any, side: int, weights: str) -> str | None:
     """Interpolate the learned positions of a vision model for images of another size.
 
     Args:
-        model: A CLIPVisionModel or SiglipVisionModel of transformers (or its inner transformer), or
-            a ViTModel. It is changed in place, and its config gets the new size.
+        model: The vision model of transformers' CLIP or SigLIP, whose embeddings `PatchEmbeddings`
+            replaces, or a ViTModel. It is changed in place, and its config gets the new size.
         side: Height and width of the images in pixels.
         weights: Name of the weights, for errors and the returned line.
 
@@ -45,23 +45,18 @@ def resize_vision_model(model: Any, side: int, weights: str) -> str | None:
     grid = side // patch
     embeddings = model.embeddings
     if hasattr(embeddings, "position_embedding"):  # CLIP, SigLIP
-        table = embeddings.position_embedding
-        positions = image_positions(table.weight, grid)
+        positions = image_positions(embeddings.position_embedding.weight, grid)
         embeddings.position_embedding = _embedding(positions)
-        embeddings.position_ids = torch.arange(len(positions)).expand(1, -1)
-        embeddings.num_positions = len(positions)
-        embeddings.num_patches = grid**2
-        embeddings.image_size = side
     else:  # ViT
         positions = image_positions(embeddings.position_embeddings[0], grid)
         embeddings.position_embeddings = nn.Parameter(positions[None])
         embeddings.image_size = (side, side)
         embeddings.patch_embeddings.image_size = (side, side)
-        embeddings.patch_embeddings.num_patches = grid**2
     config.image_size = side
+    old_grid = old_side // patch
     return (
-        f"image positions of {weights} interpolated from {old_side // patch} x {old_side // patch} "
-        f"to {grid} x {grid} patches, for images of {side} pixels"
+        f"image positions of {weights} interpolated from {old_grid} x {old_grid} to "
+        f"{grid} x {grid} patches, for images of {side} pixels"
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from mimetypes import guess_type
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
@@ -21,6 +21,9 @@ from mmray.models import lora
 from mmray.models.export.export import CARD, CONFIG, EXPORT_MARKER, replace_export
 from mmray.storage.paths import AnyPath, RemotePath, copy_file, temp_dir, to_path
 from mmray.version import VERSION
+
+if TYPE_CHECKING:
+    from mmray.models.vlm.model import Vlm
 
 VLM_SPEC = "mmray_model"  # key in config.json of the `model` section
 ANSWER_BATCH = 16  # conversations answered at once
@@ -123,7 +126,7 @@ class Conversations:
         model: A vision-language model of mmray, the module `Vlm`, which has the processor too.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Vlm) -> None:
         self.model = model
 
     def answer(
@@ -220,7 +223,7 @@ def load_vlm(folder: AnyPath, spec: Any, device: torch.device) -> Conversations:
         has_adapters_only = (folder / lora.ADAPTERS).exists()
         if not has_adapters_only:
             spec.weights = str(folder)
-        model: Any = Vlm(spec)
+        model = Vlm(spec)
         if has_adapters_only:
             lora.add_adapters(model, spec.lora)
             lora.load_adapters(model.net, load_file(folder / lora.ADAPTERS))

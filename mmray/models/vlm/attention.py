@@ -66,10 +66,22 @@ def packed_attention(
         # The kernel needs Ampere or newer.
         is_supported = torch.cuda.get_device_properties(query.device).major >= 8
         if is_supported and query.dtype in HALF and not dropout:
-            output = _varlen(
-                query, key, value, cu_seq_lens_q, max_length_q, scaling, is_causal, grouped
+            from torch.nn.attention.varlen import varlen_attn
+
+            # One kernel for all rows, which does not wait for the device.
+            output: Any = varlen_attn(
+                query[0].transpose(0, 1),
+                key[0].transpose(0, 1),
+                value[0].transpose(0, 1),
+                cu_seq_lens_q,
+                cu_seq_lens_q,
+                max_length_q,
+                max_length_q,
+                scale=scaling,
+                window_size=(-1, 0 if is_causal else -1),
+                enable_gqa=grouped,
             )
-            return output, None
+            return output[None], None
     attend = partial(
         F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling, enable_gqa=grouped
     )
@@ -79,10 +91,10 @@ def packed_attention(
         mask = _mask_of_rows(cu_seq_lens_q, query.shape[2], is_causal)
         return attend(query, key, value, attn_mask=mask).transpose(1, 2), None
     sizes = cu_seq_lens_q.diff().tolist()
-    outputs = [
-        attend(*row, is_causal=is_causal)
-        for row in zip(*(each.split(sizes, dim=2) for each in (query, key, value)), strict=True)
-    ]
+    rows = zip(
+        query.split(sizes, dim=2), key.split(sizes, dim=2), value.split(sizes, dim=2), strict=True
+    )
+    outputs = [attend(*row, is_causal=is_causal) for row in rows]
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
@@ -92,34 +104,6 @@ def _mask_of_rows(cu_seqlens: Tensor, num_tokens: int, is_causal: bool) -> Tenso
     row = torch.searchsorted(cu_seqlens, tokens, right=True)
     mask = row[:, None] == row
     return mask & (tokens[:, None] >= tokens) if is_causal else mask
-
-
-def _varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
-    scaling: float | None,
-    is_causal: bool,
-    grouped: bool,
-) -> Tensor:
-    """One kernel for all rows; does not wait for the device."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    output: Any = varlen_attn(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        cu_seqlens,
-        cu_seqlens,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(-1, 0 if is_causal else -1),
-        enable_gqa=grouped,
-    )
-    return output[None]
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
