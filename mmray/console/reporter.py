@@ -242,8 +242,7 @@ class ConsoleReporter:
     def trial(self, row: TrialRow, num_rungs: int) -> None:
         """Print a line about a trial of a sweep that reached a rung or ended.
 
-        A rung is a number of samples after which trials are compared. With a live table, which has
-        all trials, only failures are printed.
+        With a live table, which has all trials, only failures are printed.
 
         Args:
             row: settings, status and measurements of the trial, a row of trials.jsonl.
@@ -260,7 +259,7 @@ class ConsoleReporter:
         Args:
             rows: settings, status and measurements of each trial, the rows of trials.jsonl.
             goal: `throughput`, `loss` or `recall`.
-            num_rungs: number of rungs of the sweep (sample counts at which trials are compared).
+            num_rungs: number of rungs of the sweep.
             progress: a SweepProgress: `elapsed_s`, `left_s` (None: unknown) and `budget_spent`
                 (fraction; None: no budget).
         """

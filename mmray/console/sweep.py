@@ -23,7 +23,7 @@ def live_table(rows: Sequence[TrialRow], num_rungs: int, goal: str, limit: int) 
 
     Args:
         rows: settings, status and measurements of each trial, the rows of trials.jsonl.
-        num_rungs: number of rungs of the sweep (sample counts at which trials are compared).
+        num_rungs: number of rungs of the sweep.
         goal: `throughput`, `loss` or `recall`, whose value is a column.
         limit: largest number of trials in the table. The caption counts the others by status.
     """
@@ -91,8 +91,6 @@ def format_progress(progress: SweepProgress) -> str:
 
 def trial_line(row: TrialRow, num_rungs: int) -> str:
     """Format a trial that reached a rung or ended as a line of a log.
-
-    A rung is a number of samples after which trials are compared.
 
     Args:
         row: settings, status and measurements of the trial, a row of trials.jsonl.

@@ -48,10 +48,7 @@ def list_runs(folder: AnyPath) -> list[dict[str, Any]]:
 
 
 def _summarize_readable(folder: AnyPath) -> dict[str, Any] | None:
-    """Return the row of a run or sweep;
-
-    None for other entries, also those without access, such as lost+found.
-    """
+    """Return the row of a run or sweep; None for other entries and without access."""
     try:
         return _summarize(folder)
     except PermissionError:

@@ -193,10 +193,7 @@ def set_folders(trained_on: str | None) -> list[AnyPath]:
 
 
 def _is_readable(file: AnyPath) -> bool:
-    """Return whether a file exists;
-
-    False without access, as for a run that was copied from a cluster.
-    """
+    """Return whether a file exists; False without access, as in a run copied from a cluster."""
     try:
         return file.is_file()
     except OSError:

@@ -183,9 +183,9 @@ class SweepRecord:
     def table(self) -> list[TrialRow]:
         """All trials in the order of the table.
 
-        Trials that train are ordered by the number of rungs that they reached (sample counts after
-        which trials are compared), most first, and then by their value, the best first. Batch
-        shapes are ordered by the global batch, ascending, and then by their speed.
+        Trials that train are ordered by the number of rungs that they reached, most first, and then
+        by their value, the best first. Batch shapes are ordered by the global batch, ascending, and
+        then by their speed.
         """
         sign = -1 if self.goal.maximize else 1
 
