@@ -164,16 +164,6 @@ class ConsoleReporter:
         elif not self.is_live:
             self.log(title, f"{time.monotonic() - self.start_s:.1f} s")
 
-    def show_above(self, *renderables: RenderableType) -> None:
-        """Show tables above the progress bar, in place of those shown before; without effect if
-        there is no bar.
-
-        Args:
-            renderables: objects that rich can print, such as a `rich.table.Table`.
-        """
-        if self._display is not None:
-            self._display.above = renderables
-
     def set_progress(self, done: float, total: float, details: str, label: str) -> None:
         """Set the progress of the bar, or print a line of a log every 5 seconds and at the end.
 
@@ -254,7 +244,7 @@ class ConsoleReporter:
     def trials(
         self, rows: Sequence[TrialRow], goal: str, num_rungs: int, progress: SweepProgress
     ) -> None:
-        """Redraw the live table of all trials; without effect if the output is not a terminal.
+        """Redraw the live table of all trials above the bar; without effect if there is no bar.
 
         Args:
             rows: settings, status and measurements of each trial, the rows of trials.jsonl.
@@ -263,10 +253,10 @@ class ConsoleReporter:
             progress: a SweepProgress: `elapsed_s`, `left_s` (None: unknown) and `budget_spent`
                 (fraction; None: no budget).
         """
-        if self.is_live:
+        if self._display is not None:
             limit = max(MIN_LIVE_ROWS, self.console.height - LIVE_MARGIN)
             table = live_table(rows, num_rungs, goal, limit)
-            self.show_above(table, Text(format_progress(progress)))
+            self._display.above = (table, Text(format_progress(progress)))
 
     def _start_bar(self, title: str) -> None:
         assert self._display is not None
