@@ -150,8 +150,8 @@ class ConsoleReporter:
         if self._display is not None:
             self._display.remove_task(self._task)  # rich cannot reset a known total
             self._start_bar(title)
-        elif not self.is_live:
-            self.log(title, f"{time.monotonic() - self.start_s:.1f} s")
+        else:
+            self.phase(title)
 
     def phase(self, title: str) -> None:
         """Show an activity that interrupts the current one, such as an evaluation; the bar is kept.
