@@ -43,7 +43,7 @@ class Mixture:
 
         Args:
             text: `prepared/a + 2 * prepared/b` for repeats, or `prepared/a:0.75 + prepared/b:0.25`
-                (also `:3` and `:1`) for shares.
+                (also `:3` and `:1`) for shares; a comma and a space are a plus, as in `data.eval`.
 
         Returns:
             A Mixture: `terms`, pairs (address, weight), and `are_shares`, whether the weights are
@@ -52,6 +52,7 @@ class Mixture:
         Raises:
             ValueError: A term is invalid, a set is repeated, or only some sets have a share.
         """
+        text = text.replace(", ", " + ")
         terms = [_SHARE.fullmatch(term.strip()) for term in text.split(" + ")]
         shares = {term[1]: float(term[2]) for term in terms if term is not None}
         if not shares:
@@ -369,7 +370,7 @@ class Data(Section, settings_prefix="data"):
     train: str = Field(
         "sample",
         description="A prepared set, a raw source (prepared on first use), `sample`, or a mixture: "
-        "`prepared/a + 2 * prepared/b` repeats the rows of b in each epoch, and `prepared/a:0.75 + "
+        "`prepared/a + 2 * prepared/b` repeats the rows of b in each epoch, and `prepared/a:0.75, "
         "prepared/b:0.25` takes 75 % of the rows from a.",
     )
     eval: str | None = Field(

@@ -110,6 +110,7 @@ def test_mixture_is_parsed_and_formatted(text, terms, are_shares):
     mixture = Mixture.parse(text)
     assert mixture == Mixture(terms, are_shares) and str(mixture) == text
     assert mixture.is_single == (len(terms) == 1)
+    assert Mixture.parse(text.replace(" + ", ", ")) == mixture
 
 
 @pytest.mark.parametrize("text", ["a + ", "0 * a", "-1 * a + b", "inf * a", "x * a", "a + a", ""])
