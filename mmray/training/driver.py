@@ -251,7 +251,19 @@ def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: RunReport
     devices = f"with {count} {device}{'s' * (count > 1)}{' each' * (cluster.max_workers > 1)}"
     reporter.log(f"{cluster.workers} {devices}{', elastic' * cluster.elastic}", "workers")
     reporter.log(str(resolved.batch_shape), "batch")
-    reporter.log(f"{resolved.steps:,} steps, about {epochs:.1f} epochs", "schedule")
+    warmup_steps = resolved.config.optimizer.warmup_steps
+    reporter.log(describe_schedule(resolved.steps, epochs, warmup_steps), "schedule")
+
+
+def describe_schedule(steps: int, epochs: float, warmup_steps: int) -> str:
+    """Describe the length of a run, and a warm-up that does not end in it."""
+    text = f"{steps:,} steps, about {epochs:.1f} epochs"
+    if warmup_steps < steps:
+        return text
+    return (
+        f"{text}; the warm-up (optimizer.warmup_steps) takes {warmup_steps:,}, so the learning "
+        "rate does not reach optimizer.lr"
+    )
 
 
 def describe_idle(config: Config, num_local: int | None) -> str | None:

@@ -238,6 +238,11 @@ def test_resumed_run_equals_uninterrupted(tmp_path: Path) -> None:
     torch.testing.assert_close(model.match(clips[1:], ["b"]), match[1:], rtol=0, atol=1e-6)
     assert not torch.allclose(model.match(clips, ["b", "a"]), match, atol=1e-6)
     assert model.embed_audio(clips).shape == model.embed_texts(["a", "b"]).shape == (2, 8)
+    silent = encode_video(times_ms=range(0, 400, 40))
+    with pytest.warns(UserWarning, match="file 1 has no audio; its embedding is 0"):
+        embeds = model.embed_audio([clips[1], silent])
+    torch.testing.assert_close(embeds[0], model.embed_audio(clips[1:])[0], rtol=0, atol=1e-6)
+    assert not embeds[1].any()
 
 
 def test_without_layers_a_video_is_the_mean_of_its_frames() -> None:

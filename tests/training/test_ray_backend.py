@@ -22,7 +22,7 @@ from mmray.config import Cluster, Config, Data, Train
 from mmray.config.recipes import RECIPES
 from mmray.errors import ResourceError
 from mmray.training import ray_backend, ray_trainer
-from mmray.training.driver import describe_idle
+from mmray.training.driver import describe_idle, describe_schedule
 from mmray.training.ray_backend import MAX_DECODERS, RayBackend, decoder_limits
 from mmray.training.ray_trainer import torch_trainer
 
@@ -294,3 +294,10 @@ def test_head_without_memory_for_another_run_is_refused():
     check_driver_memory(0.1, is_single_node=True)
     with pytest.raises(ResourceError, match=r"0.50 GiB of memory are free .* needs 0.6 GiB there"):
         check_driver_memory(0.5, is_single_node=False)
+
+
+@pytest.mark.parametrize(("warmup_steps", "is_named"), [(99, False), (100, True), (500, True)])
+def test_a_warm_up_that_takes_the_complete_run_is_named(warmup_steps, is_named):
+    text = describe_schedule(100, 2.0, warmup_steps)
+    assert text.startswith("100 steps, about 2.0 epochs")
+    assert (f"the warm-up (optimizer.warmup_steps) takes {warmup_steps}" in text) == is_named

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from mmray.data.media.decode import WITHOUT_DURATION, BadMedia, read_header
 from mmray.data.media.formats import detect_demuxer
 from mmray.data.store.stored_row import Media, Row
 from mmray.data.stream.collate import Batch
-from mmray.errors import DataError, UsageError
+from mmray.errors import UsageError
 from mmray.models.export.load import Embedder, MediaInput, unreadable
 
 Spans = Sequence[tuple[float, float] | None]
@@ -43,11 +44,12 @@ class ClipEmbedder(Embedder):
                 span over `model.inputs.clip_s` the middle is embedded.
 
         Returns:
-            L2-normalized embeddings, float32 [N, D] on the CPU.
+            L2-normalized embeddings, float32 [N, D] on the CPU; 0 for a file that has no
+            audio, with a warning.
 
         Raises:
             UsageError: The model has no audio.
-            DataError: A file cannot be decoded or has no audio; the message has its index.
+            DataError: A file cannot be decoded; the message has its index.
         """
         return self._embed_media("audio", files, spans, batch)
 
@@ -62,11 +64,12 @@ class ClipEmbedder(Embedder):
                 span over `model.inputs.clip_s` the middle is embedded.
 
         Returns:
-            L2-normalized embeddings, float32 [N, D] on the CPU.
+            L2-normalized embeddings, float32 [N, D] on the CPU; 0 for a file that has no
+            frames, with a warning.
 
         Raises:
             UsageError: The model has no video.
-            DataError: A file cannot be decoded or has no frames; the message has its index.
+            DataError: A file cannot be decoded; the message has its index.
         """
         return self._embed_media("video", files, spans, batch)
 
@@ -92,8 +95,7 @@ class ClipEmbedder(Embedder):
     ) -> Batch:
         """Return the columns of a batch of clips on the device.
 
-        Raises DataError with the number of the file, counted from `start`, if it is unreadable or
-        has nothing of the kind.
+        Raises DataError with the number of the file, counted from `start`, if it is unreadable.
         """
         clips = ClipColumns(self.inputs)  # type: ignore[arg-type]
         columns = clips.empty(max(1, len(files)))
@@ -101,9 +103,13 @@ class ClipEmbedder(Embedder):
             try:
                 clips.set_row(columns, index, _read_clip(file, span, kind), (0, 0), None)
             except (OSError, BadImage) as error:
-                raise unreadable("file", start + index, file, error) from error
+                if kind is None or getattr(error, "reason", None) != f"no-{kind}":
+                    raise unreadable("file", start + index, file, error) from error
             if kind is not None and not columns[_LENGTHS[kind]][index]:
-                raise DataError(f"file {start + index}: it has no {kind}")
+                name = "" if isinstance(file, bytes) else f" ({file})"
+                warnings.warn(
+                    f"file {start + index}{name} has no {kind}; its embedding is 0", stacklevel=6
+                )
         batch = clips.to_batch(columns)
         return {name: torch.from_numpy(each).to(self.device) for name, each in batch.items()}
 
@@ -114,7 +120,8 @@ class ClipEmbedder(Embedder):
 
         def embed(start: int, part: Sequence[MediaInput], of_part: Spans) -> Tensor:
             columns = self._clips(start, part, of_part, kind)
-            return branch(columns[kind], columns[_LENGTHS[kind]])
+            lengths = columns[_LENGTHS[kind]]
+            return branch(columns[kind], lengths) * (lengths > 0)[:, None]
 
         if spans is None:
             spans = [None] * len(files)
