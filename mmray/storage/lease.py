@@ -280,15 +280,30 @@ def is_live(directory: AnyPath) -> bool:
     """Return whether a process holds the lease of a folder (writes into it), without waiting.
 
     The result is for display only, because it may be out of date at once. A process on another
-    machine counts as the holder if its last heartbeat is younger than STALE_AFTER_S (60) by the
-    clock of this machine.
+    machine counts as the holder if its last heartbeat is younger than STALE_AFTER_S (60).
     """
     _, file = _newest_claim(directory / FOLDER)
     owner = None if file is None else _read_owner(file)
     if file is None or owner is None or owner.get("released"):
         return False
     alive = _is_alive_here(owner)
-    return time.time() - _modified_s(file) < STALE_AFTER_S if alive is None else alive
+    if alive is not None:
+        return alive
+    return _now_s(directory / FOLDER) - _modified_s(file) < STALE_AFTER_S
+
+
+def _now_s(folder: AnyPath) -> float:
+    """Return the time by the clock of the storage, as of a file that is written now; by the clock
+    of this machine, which may differ, if the folder is read-only.
+    """
+    file = folder / f"clock-{uuid.uuid4().hex[:12]}"
+    try:
+        file.write_text("")
+        now_s = _modified_s(file)
+        file.unlink(missing_ok=True)
+    except OSError:
+        return time.time()
+    return now_s
 
 
 def _newest_claim(folder: AnyPath) -> tuple[int, AnyPath | None]:

@@ -140,7 +140,13 @@ def test_runs_on_an_object_store_are_listed(s3):
     assert rows == {"one": ("finished", 7), "two": ("running", 8)}
 
 
-def test_lease_of_another_machine_is_live_until_its_heartbeats_are_old(tmp_path):
+@pytest.mark.parametrize("ahead_s", [0, 300, -300])
+def test_lease_of_another_machine_is_live_until_its_heartbeats_are_old(
+    tmp_path, monkeypatch, ahead_s
+):
+    """Also on a machine whose clock differs from that of the storage."""
+    storage_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: storage_s + ahead_s)
     assert not is_live(tmp_path)
     (tmp_path / FOLDER).mkdir()
     claim = tmp_path / FOLDER / "3"
@@ -148,7 +154,7 @@ def test_lease_of_another_machine_is_live_until_its_heartbeats_are_old(tmp_path)
         json.dumps({"host": "elsewhere", "pid": 1, "machine": "another", "process": "1"})
     )
     assert is_live(tmp_path)
-    os.utime(claim, (time.time() - STALE_AFTER_S - 1,) * 2)
+    os.utime(claim, (storage_s - STALE_AFTER_S - 1,) * 2)
     assert not is_live(tmp_path)
     with Lease(tmp_path / "own"):
         assert is_live(tmp_path / "own")
