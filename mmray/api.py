@@ -745,11 +745,12 @@ def _measure_shapes(
 
 def _run_trials(request: SweepRequest, reporter: SweepReporter | None) -> SweepRecord:
     """Train the trials of a sweep, and log how many were measured."""
+    from mmray.cluster.connect import session_title
     from mmray.tuning import trials
 
     # Report invalid values before Ray and torch are imported.
     trials.corner_trials(request.base, request.space, request.goal)
-    with _shown(reporter, "starting Ray") as shown:
+    with _shown(reporter, session_title(request.base.cluster)) as shown:
         from mmray.tuning.search import search
 
         sweep = search(request, shown)

@@ -73,12 +73,18 @@ def asks_for_cluster(cluster_config: Cluster) -> bool:
     They do if `workers` allows more than one, if `address`, `resources_per_worker` or
     `wait_for_nodes` is set, or if the environment variable RAY_ADDRESS is.
     """
-    cluster_only = (
-        cluster_config.address,
-        os.environ.get("RAY_ADDRESS"),
-        cluster_config.resources_per_worker,
-    )
+    cluster_only = (_address(cluster_config), cluster_config.resources_per_worker)
     return cluster_config.max_workers > 1 or cluster_config.wait_for_nodes or any(cluster_only)
+
+
+def session_title(cluster_config: Cluster) -> str:
+    """Return what `ray_session` does first, for people."""
+    is_shared = is_connected() or _address(cluster_config)
+    return "connecting to Ray" if is_shared else "starting Ray"
+
+
+def _address(cluster_config: Cluster) -> str | None:
+    return cluster_config.address or os.environ.get("RAY_ADDRESS")
 
 
 @contextmanager
@@ -146,9 +152,7 @@ def ray_session(
     on_sigterm = signal.getsignal(signal.SIGTERM)
     with ThreadPoolExecutor(1) as threads:
         future = threads.submit(while_starting) if while_starting is not None else None
-        _start(
-            cluster_config.address or os.environ.get("RAY_ADDRESS"), cluster_config, decode_actors
-        )
+        _start(_address(cluster_config), cluster_config, decode_actors)
     if callable(on_sigterm) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler exits with code 15
     try:

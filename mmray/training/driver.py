@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from mmray import plugins
-from mmray.cluster.connect import needs_ray, ray_session
+from mmray.cluster.connect import needs_ray, ray_session, session_title
 from mmray.config import Config
 from mmray.data.store.manifest import QUARANTINE
 from mmray.data.store.mixture import PreparedMixture
@@ -107,7 +107,7 @@ def train(
         with closing(LocalBackend(world_size)) as backend:
             check_classes(config, reporter.log)
             return _train(config, timeline, backend, should_stop)
-    timeline.status("starting Ray")
+    timeline.status(session_title(config.cluster))
     actors = (config.data.worker_range or (1, 1))[0]
     # Classes of the user may import torch, which takes seconds: they are loaded while Ray starts.
     with ray_session(

@@ -27,6 +27,15 @@ def test_working_directory_does_not_replace_modules_of_python(tmp_path):
         assert connect.python_path(folder, "/a:/a") == "/a"
 
 
+def test_a_shared_cluster_is_not_said_to_start(monkeypatch):
+    monkeypatch.setattr(connect, "is_connected", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert connect.session_title(Cluster()) == "starting Ray"
+    assert connect.session_title(Cluster(address="head:6379")) == "connecting to Ray"
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert connect.session_title(Cluster()) == "connecting to Ray"
+
+
 @pytest.mark.parametrize("name", ["numpy.py", "yaml.py", "torch/__init__.py"])
 def test_file_that_replaces_a_package_in_workers_is_refused(tmp_path, name):
     (tmp_path / "train.py").touch()

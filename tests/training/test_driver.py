@@ -54,7 +54,7 @@ def test_run_writes_its_files_and_metrics(unkilled):
         outcome.path / "report.html"
     ).exists()
     assert listener.steps == list(range(1, STEPS + 1))
-    on_driver = ["importing", "starting Ray", "checking the data", "starting 1 worker"]
+    on_driver = ["importing", "connecting to Ray", "checking the data", "starting 1 worker"]
     on_worker = [
         "importing the engine",
         "building the model",
