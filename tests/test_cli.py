@@ -235,7 +235,8 @@ def test_terminated_command_exits_with_130(work):
 
 
 @pytest.mark.parametrize(
-    "words", [["train", "--print-config"], ["runs", ".", "--json", "-"], ["--help"]]
+    "words",
+    [["train", "--print-config"], ["runs", ".", "--json", "-"], ["--help"], ["train", "--help"]],
 )
 def test_closed_pipe_ends_a_command_silently(words):
     reader, writer = os.pipe()

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from select import poll
 
 from mmray.cli.args import first_sentence
 from mmray.cli.bench import bench
@@ -126,6 +127,8 @@ def run(argv: list[str], console: ConsoleReporter) -> int:
         console.print_error(str(error))
         return error.exit_code
     except OSError as error:  # a disk or the network failed
+        if isinstance(error, BrokenPipeError) and _is_stdout_closed():
+            return 1  # as rich exits: the reader, such as `head`, needs no more
         console.print_error(str(error))
         return ResourceError.exit_code
     except ForceExit:
@@ -133,3 +136,14 @@ def run(argv: list[str], console: ConsoleReporter) -> int:
     except KeyboardInterrupt:
         console.print_error("interrupted")
         return INTERRUPTED
+
+
+def _is_stdout_closed() -> bool:
+    """Return whether the process that read the output has ended."""
+    pipe = poll()
+    pipe.register(sys.stdout.fileno(), 0)
+    is_closed = bool(pipe.poll(0))
+    if is_closed:
+        # The rest of the buffer, which Python writes at exit, has no reader.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return is_closed
