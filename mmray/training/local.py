@@ -92,7 +92,7 @@ class LocalBackend:
         if self._next is None:
             return
         if self._world_size > 1:  # the other ranks end with it, without an error
-            self._next.connection.close()
+            self._next.send(None)
             self._next.process.join(CONNECT_TIMEOUT_S)
         self._next.kill()
 

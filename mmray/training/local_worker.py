@@ -5,6 +5,7 @@ It imports the engine before it waits for its arguments.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import signal
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mmray.builtin import BACKENDS
 from mmray.data.stream.order import ResumePoint
 from mmray.engine.worker_context import WorkerContext
-from mmray.errors import DeviceError, OutOfMemoryError, is_device_error
+from mmray.errors import DeviceError, MmrayError, OutOfMemoryError, is_device_error
 from mmray.machine import (
     keep_freed_memory,
     torchrun_rank,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from mmray.config import Config
 
+_log = logging.getLogger(__name__)
 START_TIMEOUT_S = 86_400.0  # for the driver to prepare the run; later collectives have their own
 LINGER_S = 25.0
 
@@ -80,6 +82,9 @@ def run_rank() -> None:
         except Exception as error:
             if isinstance(error, OutOfMemoryError):
                 RunDir(arguments[0].folder).save_smaller_batch(error.retry_shape)
+            if isinstance(error, MmrayError):
+                # The console of this rank is quiet, and rank 0 sees only that its connection ended.
+                _log.error("rank %d: %s", torchrun_rank(), error)
             if is_lost(error):
                 # torchrun shows the process that ends first as the cause, and ends the others
                 time.sleep(LINGER_S)
@@ -209,4 +214,7 @@ def _process_group() -> Iterator[Callable[[Any], Any]]:
         join_process_group(backend, START_TIMEOUT_S, store=store, rank=rank, world_size=world_size)
     yield Group.current().broadcast_object
     if torchrun_world_size() > 1:  # not after an error: it may wait for a rank that is lost
+        # A connection of gloo that closes fails the last collective of a rank that is behind.
+        store.set(f"ended-{rank}", "")
+        store.wait([f"ended-{each}" for each in range(world_size)])
         dist.destroy_process_group()
