@@ -47,9 +47,9 @@ def run_worker(channel: Channel) -> dict[str, Any]:
     arguments.
 
     Args:
-        channel: Connection to the driver. The worker receives (WorkerContext, ResumePoint) once,
-            and sends messages (name of a method of Coordinator, its argument), such as ("push",
-            {"step": 1, ...}).
+        channel: Connection to the driver. The worker receives (WorkerContext, ResumePoint) once, or
+            None if the driver ends without workers, and sends messages (name of a method of
+            Coordinator, its argument), such as ("push", {"step": 1, ...}).
 
     Returns:
         The result of `train_worker`.
@@ -57,10 +57,7 @@ def run_worker(channel: Channel) -> dict[str, Any]:
     configure_process()
     channel.send(("push", {"stage": IMPORTING}))
     with _process_group() as broadcast:
-        try:
-            arguments = channel.connection.recv()
-        except EOFError:  # the driver ends without workers
-            arguments = None
+        arguments = channel.connection.recv()
         broadcast(arguments)
         return {} if arguments is None else _train(arguments, channel.call, channel.send)
 
@@ -214,7 +211,4 @@ def _process_group() -> Iterator[Callable[[Any], Any]]:
         join_process_group(backend, START_TIMEOUT_S, store=store, rank=rank, world_size=world_size)
     yield Group.current().broadcast_object
     if torchrun_world_size() > 1:  # not after an error: it may wait for a rank that is lost
-        # A connection of gloo that closes fails the last collective of a rank that is behind.
-        store.set(f"ended-{rank}", "")
-        store.wait([f"ended-{each}" for each in range(world_size)])
         dist.destroy_process_group()

@@ -39,6 +39,7 @@ from mmray.training.monitor import (
     AttemptMonitor,
     RunProgress,
     Workers,
+    ignore_sigterm,
     signal_handlers,
 )
 from mmray.training.resolve import ResolvedRun
@@ -318,6 +319,8 @@ class Supervisor:
 
     def _handle_failure(self, error: Exception, monitor: AttemptMonitor) -> None:
         """Decide what follows a failure: set `restart_reason`, or raise."""
+        if torchrun_world_size() > 1:
+            ignore_sigterm()  # which torchrun sends after a failure: this process ends by itself
         failure = classify_failure(error, monitor, self.backend)
         latest_step = files.latest_complete_step(self.run.checkpoints)
         self.failures = count_failures(self.failures, failure, latest_step > monitor.start_step)

@@ -108,8 +108,21 @@ def test_stop_by_torchrun_after_the_failure_of_another_rank_is_a_failure(
         assert workers.stop_requested
         return LOST(workers)
 
-    with pytest.raises(TrainingError, match=r"a worker died; rerun the same command to resume"):
-        make(stop_and_lose_rank_one).train()
+    def stop_after_the_failure(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return decide_recovery(*arguments)
+
+    decide_recovery = supervisor.decide_recovery
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(TrainingError, match="a worker died; rerun the same command to resume"):
+            make(stop_and_lose_rank_one).train()
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        monkeypatch.setattr(supervisor, "decide_recovery", stop_after_the_failure)
+        with pytest.raises(TrainingError, match="a worker died; rerun the same command to resume"):
+            make(LOST).train()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
     assert result_of(tmp_path)["status"] == "failed"
 
 

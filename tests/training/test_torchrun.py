@@ -106,11 +106,11 @@ def test_failed_and_stopped_runs_resume_with_the_losses_of_one_process(data, tmp
     process.wait(300)
     output = log.read_text()
     for message in (
-        "rank 1: out of memory in the optimizer at step 6",
+        "out of memory in the optimizer at step 6",
         "stopping after this step, with a checkpoint",
-        "the same command to resume",
     ):
-        assert message in output, output
+        assert output.count(message) >= 1, output
+    assert output.count("rerun the same command to resume") == 2, output
     assert re.search("^resume +from .*step-", output, re.M), output
     assert json.loads((folder / "smaller_batch.json").read_text())["2"]["micro_batch_size"] == 2
     assert len(lines(folder)) == 8
