@@ -44,9 +44,6 @@ _PACK_SETTINGS = (
 class PrepareJob:
     """Source, output folder and settings of a prepare.
 
-    `open()` returns the Source, and `digest()` a hash of the settings that determine how rows are
-    packed.
-
     Attributes:
         source: Format and location of the source, from `detect_source`.
         out: Folder of the set.
@@ -77,8 +74,9 @@ class PrepareJob:
         name = self.settings.compute
         return None if name is None else load_class(name, "prepare.compute")
 
+    @cached_property
     def digest(self) -> str:
-        """Return a hash, 16 hex digits, of what determines how rows are packed: the source format,
+        """A hash, 16 hex digits, of what determines how rows are packed: the source format,
         settings, and the code of `prepare.compute`.
 
         It does not cover addresses, so that a set can be moved.

@@ -42,6 +42,8 @@ from mmray.errors import ResourceError
 from mmray.storage.paths import retry_if_remote
 
 RETRYABLE_STAGES = ("read", "decode")  # stages whose rows --retry-quarantined packs again
+_MAX_NOTICES = 200  # of a chunk, whose rows may have a column each
+_MORE_NOTICES = "further columns are not used"
 
 
 def pack_task(item: tuple[SourceChunk, Labels | None], job: PrepareJob) -> Record:
@@ -60,10 +62,6 @@ def pack_task(item: tuple[SourceChunk, Labels | None], job: PrepareJob) -> Recor
         return run_with_crash_limit(pack, job.out, record_path(chunk.index), item_name)
     except OSError as error:
         raise ResourceError(f"prepare failed at {item_name}: {error}. {RESUME_HINT}") from error
-
-
-_MAX_NOTICES = 200  # of a chunk, whose rows may have a column each
-_MORE_NOTICES = "further columns are not used"
 
 
 def pack_chunk(
@@ -125,7 +123,7 @@ def is_current(
     retried_stages = RETRYABLE_STAGES if job.retry else ()
     columns = f"{COLUMNS_DIR}/{KEPT}/{record.columns_file}"
     return (
-        record.job == job.digest()
+        record.job == job.digest
         and record.class_names == list(job.class_names)
         and record.chunk == chunk
         and "unreadable" not in record.reasons
@@ -175,7 +173,7 @@ class _ChunkPacker:
         self.keeps_columns = bool(job.settings.keep or self.text_columns or job.settings.compute)
         self.notices: dict[str, tuple[int, str]] = {}
         # The same work gives the same files, but never those that an earlier manifest names.
-        inputs = repr((job.base, job.digest(), job.class_names, chunk))
+        inputs = repr((job.base, job.digest, job.class_names, chunk))
         self.file_suffix = hashlib.sha256(inputs.encode()).hexdigest()[:8]
 
     def pack(self, location: str, row: SourceRow | BadRow) -> None:
@@ -245,7 +243,7 @@ class _ChunkPacker:
             (row["shard"], row["language"], row["kinds"]) for row in self.rows if "shard" in row
         )
         return Record(
-            job=self.job.digest(),
+            job=self.job.digest,
             chunk=self.chunk,
             class_names=list(self.job.class_names),
             labels=labels,

@@ -275,7 +275,7 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     outdated = (TEMP_SUFFIX, ATTEMPT_SUFFIX, REJECTED_QUARANTINE)
     _remove_files(out, lambda name: name.endswith(outdated), ("", SHARDS, CHUNK_RECORDS))
     before = existing = read_manifest(out)
-    earlier = read_records(out, job.digest())
+    earlier = read_records(out, job.digest)
     source, chunks, first_rows = preview.understand(
         job,
         [earlier[index].chunk for index in sorted(earlier)],

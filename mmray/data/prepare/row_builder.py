@@ -303,7 +303,8 @@ class ImageReader:
 
     def read(self, image: ImageRef) -> bytes:
         """Return the bytes of an image. Raises BadRow."""
-        if image not in self._requests:
+        # Of an image in the row a search in the requests would hash all bytes.
+        if image.data is not None or image not in self._requests:
             return _read_image(self._job, image)
         data = self._requests[image].result()
         num_images = PREFETCH_BYTES // (len(data) or 1)

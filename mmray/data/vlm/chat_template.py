@@ -285,7 +285,7 @@ class ChatTemplate:
         return self.render(turns).startswith(prompt)
 
     def _without_media(self, text: str, spans: list[Span]) -> list[Span]:
-        """Return the parts of spans of a rendered text that do not stand for media."""
+        """Return the parts of spans of a rendered text that are no placeholders of media."""
         parts = []
         for first, last, weight in spans:
             for medium in self._media_pattern.finditer(text, first, last):
