@@ -10,6 +10,7 @@ arXiv:2103.00020), Zhai et al. 2023 (SigLIP, arXiv:2303.15343), patch dropout of
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -130,10 +131,15 @@ class PretrainedDualEncoder(DualEncoder):
 
     Attributes:
         hf_class: Name of its class in transformers, such as `CLIPModel`.
+        default_hf_config: Static method of (`model` section, vocabulary size): a config of
+            transformers with these sizes.
+        text_branch: Static method of (model of transformers, `model` section).
         build_notes: Lines for the console about interpolated positions.
     """
 
     hf_class: ClassVar[str]
+    default_hf_config: ClassVar[Callable[..., Any]]
+    text_branch: ClassVar[Callable[..., nn.Module]]
 
     def __init__(
         self, spec: ClipFamily, vocab_size: int, source: WeightSource = PRETRAINED
@@ -158,16 +164,6 @@ class PretrainedDualEncoder(DualEncoder):
             self.log_scale.data.copy_(net.logit_scale.detach().squeeze())
             if self.logit_bias is not None and hasattr(net, "logit_bias"):
                 self.logit_bias.data.copy_(net.logit_bias.detach().squeeze())
-
-    @staticmethod
-    def default_hf_config(spec: ClipFamily, vocab_size: int) -> Any:
-        """Return the config of transformers with the sizes of the settings."""
-        raise NotImplementedError
-
-    @staticmethod
-    def text_branch(net: Any, spec: ClipFamily) -> nn.Module:
-        """Return the text branch of a model of transformers."""
-        raise NotImplementedError
 
     def architecture(self) -> dict[str, Any]:
         return {"config": self._hf_config.to_dict()}
