@@ -43,6 +43,7 @@ from mmray.engine.metrics.writers import Metrics, MetricsLog
 from mmray.engine.optimizer import freeze_parameters
 from mmray.engine.parallel.cuda_graphs import graph_branches
 from mmray.engine.parallel.device_defaults import configure_torch, resolve_auto
+from mmray.engine.parallel.strategy import use_channels_last
 from mmray.engine.parallel.transforms import (
     apply_transforms,
     branches_of,
@@ -325,7 +326,7 @@ class Bench:
         model.load_state_dict(self.model.state_dict())
         freeze_parameters(model, self.config.optimizer.freeze)
         model.to(device)
-        model.to(memory_format=torch.channels_last)
+        use_channels_last(model)
         batches = (copy_ahead if device.type == "cuda" else copy_to)(device, self._rows(rows))
         compile_blocks(model, device)
         self._use_graphs(model, BatchShape(rows, rows, world_size=1))

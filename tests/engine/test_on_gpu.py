@@ -19,15 +19,19 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from mmray.bench import conversations
+from mmray.config import recipes
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.slots import PixelSlots
 from mmray.engine import loop, worker
 from mmray.engine.checkpoint.state_io import HostStager
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import PhaseTimers
+from mmray.engine.parallel.strategy import use_channels_last
 from mmray.engine.prefetch import DeviceCopier, make_local_batch, register_pinned
 from mmray.engine.step import accumulate_gradients, optimizer_step
 from mmray.errors import OutOfMemoryError
+from mmray.training.resolve import with_sample_weights
 from tests.engine import toy
 from tests.engine.fake_cuda import CPU, DEVICES, fake_gpus, gpus, has_gpus, local_batch_on
 from tests.engine.single_worker import make_prepared, run_worker
@@ -98,6 +102,25 @@ def test_run_on_gpu_equals_run_on_cpu_and_resumes(monkeypatch, kind):
 def test_accumulated_step_on_gpu_equals_whole_batch(monkeypatch, kind):
     with gpus(monkeypatch):
         device_checks.check_accumulation(kind, GPU)
+
+
+def test_weights_of_2d_convolutions_are_stored_channels_last_and_others_as_they_are():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 2), torch.nn.Conv3d(3, 8, 2))
+    expected = [weight.clone() for weight in model.parameters()]
+    use_channels_last(model)
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert model[1].weight.is_contiguous()
+    assert all(map(torch.equal, model.parameters(), expected))
+
+
+@pytest.mark.gpu
+def test_packed_conversations_on_gpu_have_the_loss_of_padded_ones(monkeypatch):
+    config = with_sample_weights(recipes.sample_vlm().with_cluster(workers=1))
+    config = config.replace(train=config.train.replace(precision="fp32", compile="none"))
+    with gpus(monkeypatch):
+        result = conversations._measure(config, Group(device=GPU), None, pairs=1, window_s=0.01)
+    packed, padded = (row["loss"] for row in result["rows"])
+    assert packed == pytest.approx(padded, rel=1e-3 if has_gpus() else 1e-5)
 
 
 @pytest.mark.gpu

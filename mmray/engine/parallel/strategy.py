@@ -55,11 +55,10 @@ class Strategy:
 
     def place(self, model: nn.Module) -> None:
         """Move a model to the devices of this rank, before it is compiled and wrapped."""
-        import torch
 
         model.to(self.group.device)
         if self.group.device.type == "cuda":
-            model.to(memory_format=torch.channels_last)  # tensor cores convolve in this layout
+            use_channels_last(model)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model for training on all ranks, with the weights of rank 0."""
@@ -80,6 +79,19 @@ class Strategy:
 
     def free(self, model: nn.Module) -> None:
         """Free weights that an evaluation has gathered."""
+
+
+def use_channels_last(model: nn.Module) -> None:
+    """Store the weights of 2-D convolutions in the memory format in which tensor cores convolve.
+
+    `model.to(memory_format=torch.channels_last)` fails if a weight has five dimensions, as in the
+    patch embedding of Qwen-VL.
+    """
+    import torch
+
+    for weight in model.parameters():
+        if weight.ndim == 4:
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
 
 
 def one_worker_reasons(config: Config) -> list[str]:
