@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 # Grow if the rank waited for this share of the window.
 GROW_WINDOW_S = 5.0
 GROW_SHARE = 0.05
-MAX_GROWTH = 0.5  # processes to add, relative to those there are
+MAX_GROWTH = 3.0  # processes to add, relative to those there are
 # Shrink by this share if the rank has hardly waited in the window, or in several windows: their
 # number is doubled each time the processes had to grow again, up to the maximum.
 SHRINK_WINDOW_S = 60.0

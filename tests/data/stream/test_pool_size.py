@@ -23,14 +23,14 @@ class Rank:
 
 def test_number_grows_while_the_rank_waits_and_not_beyond_the_maximum():
     rank = Rank(1, 10)
-    assert [rank.train(5.5, 0.5) for _ in range(6)] == [2, 3, 5, 8, 10, 10]
+    assert [rank.train(5.5, 0.5) for _ in range(6)] == [2, 4, 8, 10, 10, 10]
 
 
 def test_actors_that_have_not_started_are_awaited():
     rank = Rank(4, 20)
-    assert rank.train(60, 0.5, num_running=4) == 6
-    assert rank.train(60, 0.5, num_running=5) == 6
-    assert rank.train(6, 0.5) == 9
+    assert rank.train(60, 0.5, num_running=4) == 8
+    assert rank.train(60, 0.5, num_running=7) == 8
+    assert rank.train(6, 0.5) == 16
 
 
 def test_number_shrinks_slowly_without_waits_and_not_below_the_minimum():
@@ -71,13 +71,13 @@ def test_number_grows_by_what_is_missing():
     rank = Rank(8, 100)
     assert rank.train(5.5, 0.1) == 9  # 8 / (1 - 0.1)
     assert rank.train(5.5, 0.25) == 12
-    assert rank.train(5.5, 0.9) == 18  # at most by a half
+    assert rank.train(5.5, 0.9) == 48  # at most three times as many are added
 
 
 def test_actors_that_never_start_are_not_requested_forever():
     rank = Rank(2, 100)
     rank.train(11, 0.5)
-    assert rank.train(6, 0.5) == 8
+    assert rank.train(6, 0.5) == 16
     assert rank.train(121, 0.0, num_running=5) == 4
 
 
