@@ -25,7 +25,13 @@ from mmray.engine.parallel.transforms import force_eager, preserve_buffers
 from mmray.engine.prefetch import LocalBatch, make_local_batch
 from mmray.engine.run_state import TrainState
 from mmray.engine.step import accumulate_gradients, forward_micro_batch
-from mmray.errors import OutOfMemoryError, TrainingError, UsageError, is_out_of_memory
+from mmray.errors import (
+    OutOfMemoryError,
+    TrainingError,
+    UsageError,
+    first_line,
+    is_out_of_memory,
+)
 from mmray.machine import free_memory
 from mmray.models.synthetic import synthetic_rows
 from mmray.objectives.protocol import Batch, Objective
@@ -181,6 +187,7 @@ class MemoryProbe:
         self._headroom = headroom_bytes(group.device) if batch_shape.auto else 0
         # The largest size that fits so far, the bytes of its activations, and of a further row.
         self._largest = self._activations = self._row_bytes = 0
+        self._problem = ""  # the last error of the device
 
     def try_given_size(self) -> tuple[int, int]:
         """Take a synthetic step with the configured micro-batch size, which is not searched.
@@ -221,8 +228,8 @@ class MemoryProbe:
         while (activations := self._try_whole_step(size)) is None:
             if size == 1:
                 raise OutOfMemoryError(
-                    f"one row fits, but not the outputs of {self._rows} rows: lower "
-                    "--batch.global or use more workers"
+                    f"one row fits, but not the outputs of {self._rows} rows ({self._problem}): "
+                    "lower --batch.global or use more workers"
                 )
             size = self._split_evenly(ceil(size / 2))
         # Compiled graphs of transformers store 0.7 times the activations that eager code stores.
@@ -323,6 +330,7 @@ class MemoryProbe:
                         "the dry run failed: the model cannot process a synthetic micro-batch of "
                         f"{size} rows: {error}"
                     ) from error
+                self._problem = first_line(error)
             model.zero_grad(set_to_none=True)
         if self._group.device.type == "cuda":
             torch.cuda.empty_cache()
