@@ -6,11 +6,13 @@ Both train the same Qwen3-VL of 3 million parameters from equal weights on equal
 order: 0 to 3 images of 32 to 256 pixels, texts of different lengths, 32 rows a step, on the CPUs of
 this machine, each with a process that reads and encodes rows. So the losses of their first steps
 are equal. TRL pads and processes whole batches in its collator; its micro-batches are those of the
-fastest of several sizes.
+fastest of several sizes. `--device cuda` compares a Qwen3-VL of 1.7 billion random parameters on a
+GPU, in bf16.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -27,30 +30,109 @@ import numpy as np
 import psutil
 from PIL import Image
 
-GLOBAL_ROWS = 32
-NUM_ROWS = 256
-STEPS = 8
-WARMUP_STEPS = 2
-ROUNDS = 2
-TRL_MICRO = (8, 32)
-MAX_TOKENS = 1024
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained on a device: rows, steps and sizes of the model."""
+
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    words: float  # mean of the logarithm of the number of words of a turn
+    max_words: int
+    image_sides: tuple[int, int]  # pixels
+    max_tokens: int  # of a row
+    packed_tokens: int  # of mmray's micro-batch
+    global_rows: int
+    num_rows: int
+    steps: int
+    warmup_steps: int
+    trl_micro: tuple[int, ...]
+    loaders: int  # processes that read rows
+
+
+WORK = {
+    "cpu": Work(
+        text={
+            "hidden_size": 192,
+            "intermediate_size": 512,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 6,
+        },
+        vision={"out_hidden_size": 192, "num_position_embeddings": 256},
+        words=3.4,
+        max_words=300,
+        image_sides=(32, 256),
+        max_tokens=1024,
+        packed_tokens=2048,
+        global_rows=32,
+        num_rows=256,
+        steps=8,
+        warmup_steps=2,
+        trl_micro=(8, 32),
+        loaders=1,
+    ),
+    "cuda": Work(  # the sizes of Qwen3-VL-2B
+        text={
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "initializer_range": 0.02,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5000000.0,
+                "mrope_section": [24, 20, 20],
+                "mrope_interleaved": True,
+            },
+        },
+        vision={
+            "depth": 24,
+            "initializer_range": 0.02,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_heads": 16,
+            "out_hidden_size": 2048,
+            "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": [5, 11, 17],
+        },
+        words=4.4,
+        max_words=700,
+        image_sides=(256, 768),
+        max_tokens=4096,
+        packed_tokens=16384,
+        global_rows=64,
+        num_rows=1024,
+        steps=11,
+        warmup_steps=3,
+        trl_micro=(8, 16),
+        loaders=12,
+    ),
+}
 WORDS = "circle square triangle cross red green blue yellow purple zero one two three shape color"
 
 
-def write_rows(folder: Path) -> Path:
+def write_rows(folder: Path, work: Work) -> Path:
     """Write images and rows of different lengths; return the JSON lines."""
     draw = random.Random(0)
     lines = []
-    for number in range(NUM_ROWS):
+    for number in range(work.num_rows):
         names = []
         for index in range(draw.choices((0, 1, 2, 3), (2, 5, 2, 1))[0]):
-            width, height = (draw.randrange(32, 257) for _ in range(2))
+            low, high = work.image_sides
+            width, height = (draw.randrange(low, high + 1) for _ in range(2))
             pixels = np.random.default_rng([number, index]).integers(0, 256, (8, 8, 3), np.uint8)
             names.append(f"{number}-{index}.png")
             Image.fromarray(pixels).resize((width, height)).save(folder / names[-1])
         asked, answered = (
             " ".join(
-                draw.choices(WORDS.split(), k=min(300, int(draw.lognormvariate(3.4, 0.9)) + 1))
+                draw.choices(
+                    WORDS.split(),
+                    k=min(work.max_words, int(draw.lognormvariate(work.words, 0.9)) + 1),
+                )
             )
             for _ in range(2)
         )
@@ -61,7 +143,7 @@ def write_rows(folder: Path) -> Path:
     return file
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, work: Work, device: str) -> Path:
     """Write the model of `sample-vlm` with wider layers and its initial weights."""
     import torch
     from transformers import AutoConfig, AutoModelForMultimodalLM
@@ -70,23 +152,18 @@ def write_model(folder: Path) -> Path:
 
     model = generate_model(folder)
     values = json.loads((model / "config.json").read_text())
-    values["text_config"] |= {
-        "hidden_size": 192,
-        "intermediate_size": 512,
-        "num_hidden_layers": 6,
-        "max_position_embeddings": 2 * MAX_TOKENS,
-    }
-    values["text_config"]["num_attention_heads"] = 12
-    values["text_config"]["num_key_value_heads"] = 6
-    values["vision_config"]["out_hidden_size"] = 192
-    values["vision_config"]["num_position_embeddings"] = 256
+    values["text_config"] |= work.text | {"max_position_embeddings": 2 * work.max_tokens}
+    values["vision_config"] |= work.vision
     (model / "config.json").write_text(json.dumps(values))
     processor = json.loads((model / "processor_config.json").read_text())
-    processor["image_processor"]["size"]["longest_edge"] = 256 * 256
+    processor["image_processor"]["size"]["longest_edge"] = work.image_sides[1] ** 2
     (model / "processor_config.json").write_text(json.dumps(processor))
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(model)
-    AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).save_pretrained(model)
+    with torch.device(device):
+        net = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
+    print(f"{sum(weight.numel() for weight in net.parameters()):,} parameters", flush=True)
+    net.save_pretrained(model)
     return model
 
 
@@ -97,21 +174,40 @@ class Timer:
     """
 
     def __init__(self) -> None:
+        self.work = WORK[os.environ["DEVICE"]]
         self.start = (0.0, 0.0)  # seconds, and CPU seconds of this process and its children
         self.loss = 0.0
 
     def on_step(self, step: int, metrics: dict[str, Any]) -> None:
         if step == 1:
             self.loss = float(metrics["train/loss"])
-        if step == WARMUP_STEPS:
+        if step == self.work.warmup_steps:
+            synchronize()
             self.start = time.perf_counter(), cpu_s()
-        if step == STEPS:
+        if step == self.work.steps:
+            synchronize()
             result = {
                 "seconds": time.perf_counter() - self.start[0],
                 "cpu_s": cpu_s() - self.start[1],
                 "loss": self.loss,
+                "peak_gib": peak_gib(),
             }
             Path(os.environ["TIMES"]).write_text(json.dumps(result))
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def peak_gib() -> float:
+    """The most memory of a GPU allocated in this process; 0 without one."""
+    import torch
+
+    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
 
 
 def cpu_s() -> float:
@@ -121,21 +217,30 @@ def cpu_s() -> float:
     return sum(each.user + each.system for each in times)
 
 
-def train_mmray(model: str, rows: str) -> None:
-    """Train with batches of at most 2,048 packed tokens."""
+def train_mmray(model: str, rows: str, backend: str) -> None:
+    """Train with packed batches, compiled or not."""
     import mmray
     from mmray.config import recipes
 
+    device = os.environ["DEVICE"]
+    work = WORK[device]
     config = recipes.sample_vlm()
     with tempfile.TemporaryDirectory() as folder:
         config = config.replace(
             model=config.model.replace(
-                weights=model, inputs=config.model.inputs.replace(max_tokens=MAX_TOKENS)
+                weights=model, inputs=config.model.inputs.replace(max_tokens=work.max_tokens)
             ),
             data=config.data.replace(train=rows, cache=f"{folder}/cache", shuffle=False),
-            batch=config.batch.replace(tokens=2048, micro=None, global_=GLOBAL_ROWS),
+            batch=config.batch.replace(
+                tokens=work.packed_tokens, micro=None, global_=work.global_rows
+            ),
+            cluster=config.cluster.replace(
+                workers=1, accelerator="gpu" if device == "cuda" else "cpu"
+            ),
             train=config.train.replace(
-                steps=STEPS,
+                steps=work.steps,
+                precision="bf16" if device == "cuda" else "fp32",
+                compile=backend,
                 log_every=1,
                 checkpoint_every=0,
                 callbacks=(f"{__package__}.compare_trl:Timer",),
@@ -154,15 +259,17 @@ def train_trl(model: str, rows: str, micro: int) -> None:
     from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
+    device = os.environ["DEVICE"]
+    work = WORK[device]
     timer = Timer()
 
     class OnStep(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             # Logged after the step; the timer needs only the first loss.
-            if state.global_step in (1, STEPS) and logs and "loss" in logs:
+            if state.global_step in (1, work.steps) and logs and "loss" in logs:
                 timer.on_step(state.global_step, {"train/loss": logs["loss"]})
-            elif state.global_step == WARMUP_STEPS:
-                timer.on_step(WARMUP_STEPS, {})
+            elif state.global_step == work.warmup_steps:
+                timer.on_step(work.warmup_steps, {})
 
     class InOrder(SFTTrainer):
         def _get_train_sampler(self, dataset: Any = None) -> Any:
@@ -184,15 +291,15 @@ def train_trl(model: str, rows: str, micro: int) -> None:
             train_dataset=data,
             args=SFTConfig(
                 output_dir=out,
-                use_cpu=True,
-                bf16=False,
+                use_cpu=device == "cpu",
+                bf16=device == "cuda",
                 gradient_checkpointing=False,
                 per_device_train_batch_size=micro,
-                gradient_accumulation_steps=GLOBAL_ROWS // micro,
-                dataloader_num_workers=1,
+                gradient_accumulation_steps=work.global_rows // micro,
+                dataloader_num_workers=work.loaders,
                 max_length=None,
                 assistant_only_loss=True,
-                max_steps=STEPS,
+                max_steps=work.steps,
                 learning_rate=1e-4,
                 lr_scheduler_type="cosine",
                 logging_steps=1,
@@ -204,37 +311,56 @@ def train_trl(model: str, rows: str, micro: int) -> None:
         trainer.train()
 
 
-def measure(arm: str, model: Path, rows: Path, folder: Path) -> dict[str, float]:
+def measure(arm: str, model: Path, rows: Path, folder: Path, device: str) -> dict[str, float]:
     """Train in a new process; return the loss of the first step and samples/s."""
     times = folder / f"{arm}.json"
     times.unlink(missing_ok=True)
     command = [sys.executable, "-m", f"{__package__}.compare_trl", arm, str(model), str(rows)]
     done = subprocess.run(
-        command, env=os.environ | {"TIMES": str(times)}, capture_output=True, text=True
+        command,
+        env=os.environ | {"TIMES": str(times), "DEVICE": device},
+        capture_output=True,
+        text=True,
     )
     assert times.exists(), done.stderr[-3000:]
     result = json.loads(times.read_text())
-    samples = GLOBAL_ROWS * (STEPS - WARMUP_STEPS)
+    work = WORK[device]
+    samples = work.global_rows * (work.steps - work.warmup_steps)
     result["samples_per_s"] = samples / result["seconds"]
     result["samples_per_cpu_s"] = samples / result["cpu_s"]
     return result
 
 
 def main() -> None:
-    arms = ["mmray", *(f"trl-{micro}" for micro in TRL_MICRO)]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=tuple(WORK), default="cpu")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--arms", nargs="+", help="only these, such as mmray trl-8")
+    args = parser.parse_args()
+    work = WORK[args.device]
+    backends = ("none", "inductor") if args.device == "cuda" else ("none",)
+    arms = args.arms or [
+        *(f"mmray-{backend}" for backend in backends),
+        *(f"trl-{micro}" for micro in work.trl_micro),
+    ]
     results: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "rows").mkdir()
-        rows = write_rows(folder / "rows")
-        model = write_model(folder / "model")
-        for number in range(ROUNDS):
+        rows = write_rows(folder / "rows", work)
+        model = write_model(folder / "model", work, args.device)
+        for number in range(args.rounds):
             for arm in arms if number % 2 == 0 else reversed(arms):
-                results[arm].append(measure(arm, model, rows, folder))
+                start_s = time.perf_counter()
+                results[arm].append(measure(arm, model, rows, folder, args.device))
+                taken_s = time.perf_counter() - start_s
+                print(f"{arm}: {results[arm][-1]}, {taken_s:.0f} s", flush=True)
     packages = ("torch", "transformers", "trl")
     print(", ".join(f"{name} {version(name)}" for name in packages))
-    print("| | samples/s | samples a CPU second | mmray : it | by CPU time | loss of step 1 |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| | samples/s | samples a CPU second | mmray : it | by CPU time | loss of step 1 | GiB |"
+    )
+    print("|---|---|---|---|---|---|---|")
     rates = {
         arm: [
             median(each[name] for each in runs) for name in ("samples_per_s", "samples_per_cpu_s")
@@ -242,17 +368,20 @@ def main() -> None:
         for arm, runs in results.items()
     }
     for arm, (rate, cpu_rate) in rates.items():
-        own_rate, own_cpu_rate = rates["mmray"]
+        own_rate, own_cpu_rate = rates[arms[0]]
         print(
             f"| {arm} | {rate:.1f} | {cpu_rate:.1f} | {own_rate / rate:.2f} | "
-            f"{own_cpu_rate / cpu_rate:.2f} | {results[arm][0]['loss']:.4f} |"
+            f"{own_cpu_rate / cpu_rate:.2f} | {results[arm][0]['loss']:.4f} | "
+            f"{results[arm][0]['peak_gib']:.1f} |"
         )
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 1:
-        main()
-    elif sys.argv[1] == "mmray":
-        train_mmray(*sys.argv[2:])
+    if "TIMES" in os.environ:  # one arm, started by `measure`
+        kind, _, option = sys.argv[1].partition("-")
+        if kind == "mmray":
+            train_mmray(*sys.argv[2:], option)
+        else:
+            train_trl(*sys.argv[2:], int(option))
     else:
-        train_trl(sys.argv[2], sys.argv[3], int(sys.argv[1].removeprefix("trl-")))
+        main()

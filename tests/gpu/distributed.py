@@ -111,6 +111,8 @@ def shard(device: torch.device, model: nn.Module) -> nn.Module:
         device: The device of the model.
         model: The model.
     """
+    # FSDP needs it, and the tiny model was built for one device.
+    model.to(memory_format=torch.contiguous_format)
     return sharding.shard(model, Group.current(device), None)
 
 

@@ -31,6 +31,7 @@ from mmray.machine import free_memory
 from tests.gpu.device_checks import CHECKS, compile_backend
 from tests.gpu.distributed import nccl
 from tests.gpu.kernels import kernels
+from tests.gpu.peers import peers
 from tests.gpu.train_command import run
 from tests.gpu.workload import (
     GLOBAL_BATCH_SIZE,
@@ -362,7 +363,7 @@ def measure_float8(device: torch.device) -> list[dict[str, Any]] | dict[str, Any
 
 STAGES: dict[str, Callable[[torch.device], Iterator[Case]]] = {
     stage.__name__: stage
-    for stage in (environment, run, step, kernels, nccl, checks, memory, resnet, models)
+    for stage in (environment, run, step, kernels, nccl, checks, memory, resnet, models, peers)
 }
 
 

@@ -115,6 +115,8 @@ def test_run_stage_trains_with_commands_locally_and_through_ray() -> None:
     kinds = ("", " loop", " through Ray")
     assert set(rows) == {
         "photos",
+        "sample-vlm",
+        "sample-av",
         *(f"{name}{kind}" for name in ("sample", "clip") for kind in kinds),
     }
     for recipe in ("sample", "clip"):
@@ -196,12 +198,12 @@ def test_largest_gaps_are_between_spans_that_do_not_overlap() -> None:
 @pytest.mark.parametrize(
     ("stages", "limits"),
     [
-        ([], list(command.LIMITS_S.values())),
-        (["models"], [480]),
-        (["kernels", "nccl"], [480 * 2 / 3, 480]),
+        ([], [seconds for name, seconds in command.LIMITS_S.items() if name != "peers"]),
+        (["models"], [command.TOTAL_S]),
+        (["kernels", "nccl"], [command.TOTAL_S * 4 / 5, command.TOTAL_S]),
     ],
 )
-def test_chosen_stages_share_eight_minutes(
+def test_chosen_stages_share_the_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stages: list[str], limits: list[float]
 ) -> None:
     """A stage leaves its time to the next; the summary is complete after each."""
@@ -219,7 +221,7 @@ def test_chosen_stages_share_eight_minutes(
     assert command.main(["--out", str(tmp_path), *(["--stages", *stages] if stages else [])]) == 0
     assert set(command.LIMITS_S) == set(STAGES)
     assert given == pytest.approx(limits if stages else list(accumulate(limits)))
-    assert given[-1] == pytest.approx(480)
+    assert given[-1] == pytest.approx(command.TOTAL_S)
 
 
 def test_stopped_command_stops_its_stage(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ VOCAB_SIZE = 49408  # CLIP's; the tokenizer of the captions has less
 ROOT = Path(__file__).parents[2]  # folder that contains the package
 TRAIN = [sys.executable, "-m", "mmray", "train"]
 NUMBERS = {
-    "cuda": {"photos": 256, "clip_steps": 60, "sample_steps": 300},
-    "cpu": {"photos": 3, "clip_steps": 30, "sample_steps": 20},
+    "cuda": {"photos": 256, "clip_steps": 60, "sample_steps": 300, "small_steps": 100},
+    "cpu": {"photos": 3, "clip_steps": 30, "sample_steps": 20, "small_steps": 20},
 }
 
 
@@ -46,6 +46,7 @@ def run(device: torch.device) -> Iterator[Case]:
 
     Runs of the recipe `sample` and of `clip` are `sample`, `clip`, and the same `through Ray`;
     `sample loop` and `clip loop` are their loops alone. `photos` prepares the set of `clip`.
+    `sample-vlm` and `sample-av` train the samples of conversations and of clips.
 
     Args:
         device: The device to measure.
@@ -60,6 +61,8 @@ def run(device: torch.device) -> Iterator[Case]:
     configs = {
         "sample": sample_config(device),
         "clip": clip_config(device, str(folder / "photos-prepared")),
+        "sample-vlm": small_config("sample-vlm", device),
+        "sample-av": small_config("sample-av", device),
     }
     rates: dict[str, float] = {}
 
@@ -82,6 +85,8 @@ def run(device: torch.device) -> Iterator[Case]:
     yield "photos", partial(prepare_photos, folder, numbers["photos"])
     yield "clip loop", partial(loop, "clip")
     yield "clip", partial(train, "clip")
+    for name in ("sample-vlm", "sample-av"):
+        yield name, partial(train, name)
     yield "clip through Ray", partial(train, "clip", wait_for_nodes=True)
     yield "sample through Ray", partial(train, "sample", wait_for_nodes=True)
 
@@ -100,6 +105,21 @@ def sample_config(device: torch.device) -> Config:
         train=config.train.replace(steps=steps, log_every=LOG_EVERY),
         # A GPU pads captions to a multiple of 16 tokens, and those of the sample have at most 14.
         model=config.model.replace(inputs=config.model.inputs.replace(max_tokens=16)),
+    )
+
+
+def small_config(name: str, device: torch.device) -> Config:
+    """Return a recipe of a sample for one worker and a few steps.
+
+    Args:
+        name: Name of the recipe, such as `sample-vlm`.
+        device: The device of the worker.
+    """
+    config = recipes.load(name)
+    accelerator = "gpu" if device.type == "cuda" else "cpu"
+    steps = NUMBERS[device.type]["small_steps"]
+    return config.with_cluster(accelerator=accelerator).replace(
+        train=config.train.replace(steps=steps, log_every=LOG_EVERY)
     )
 
 
