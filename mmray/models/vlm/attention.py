@@ -20,6 +20,8 @@ from transformers import AttentionInterface
 PACKED_ATTENTION = "mmray_packed"
 PACKED_VISION_ATTENTION = "mmray_flash"
 HALF = (torch.float16, torch.bfloat16)
+# Before, varlen_attn takes as many key heads as heads.
+VARLEN_GROUPS_HEADS = torch.__version__ >= (2, 12)
 
 
 def packed_attention(
@@ -68,6 +70,11 @@ def packed_attention(
         if is_supported and query.dtype in HALF and not dropout:
             from torch.nn.attention.varlen import varlen_attn
 
+            options = {"enable_gqa": grouped} if VARLEN_GROUPS_HEADS else {}
+            if grouped and not options:
+                size = query.shape[1] // key.shape[1]
+                key = key.repeat_interleave(size, dim=1)
+                value = value.repeat_interleave(size, dim=1)
             # One kernel for all rows, which does not wait for the device.
             output: Any = varlen_attn(
                 query[0].transpose(0, 1),
@@ -79,7 +86,7 @@ def packed_attention(
                 max_length_q,
                 scale=scaling,
                 window_size=(-1, 0 if is_causal else -1),
-                enable_gqa=grouped,
+                **options,
             )
             return output[None], None
     attend = partial(

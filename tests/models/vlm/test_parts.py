@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
+from torch.nn.attention import varlen
 
 import mmray
 from mmray.config import Lora
@@ -24,6 +26,7 @@ from mmray.models.protocol import saved_layers
 from mmray.models.vlm import attention
 from mmray.models.vlm.model import Vlm
 from mmray.training.evaluate_export import interpolate_from_start
+from tests.engine.fake_cuda import DEVICES, fake_gpus
 from tests.engine.toy import optimizer_settings
 from tests.models.vlm import folders
 from tests.models.vlm.rows import ROWS, double_model, encode_rows, settings
@@ -108,6 +111,37 @@ def test_packed_rows_that_attend_to_each_other_are_found(folder_of, monkeypatch)
         attention.AttentionInterface._global_mapping, attention.PACKED_ATTENTION, causal
     )
     assert model.differs_if_packed()
+
+
+@pytest.mark.parametrize("groups_heads", [True, False])
+def test_kernel_of_torch_before_2_12_gets_as_many_key_heads_as_heads(monkeypatch, groups_heads):
+    """Both kernels, in place of torch's, attend row by row."""
+
+    def attend(query, key, value, cu, _, max_q, max_k, scale=None, window_size=(-1, -1)):
+        assert query.shape == key.shape == value.shape
+        sizes = cu.diff().tolist()
+        parts = [part.transpose(0, 1).float().split(sizes, 1) for part in (query, key, value)]
+        rows = [
+            F.scaled_dot_product_attention(*row, is_causal=window_size == (-1, 0), scale=scale)
+            for row in zip(*parts, strict=True)
+        ]
+        return torch.cat(rows, 1).transpose(0, 1).to(query.dtype)
+
+    def attend_groups(query, key, value, *sizes, enable_gqa=False, **options):
+        assert enable_gqa
+        key, value = (part.repeat_interleave(2, 1) for part in (key, value))
+        return attend(query, key, value, *sizes, **options)
+
+    shapes = [(1, heads, 7, 8) for heads in (4, 2, 2)]
+    inputs = [torch.randn(shape).bfloat16() for shape in shapes]
+    boundaries = torch.tensor([0, 3, 7], dtype=torch.int32)
+    expected, _ = attention.packed_attention(None, *inputs, None, boundaries, 4)
+    monkeypatch.setattr(attention, "VARLEN_GROUPS_HEADS", groups_heads)
+    monkeypatch.setattr(varlen, "varlen_attn", attend_groups if groups_heads else attend)
+    with fake_gpus(monkeypatch):
+        on_gpu = [each.to(DEVICES[0]) for each in (*inputs, boundaries)]
+        result, _ = attention.packed_attention(None, *on_gpu[:3], None, on_gpu[3], 4)
+        assert torch.allclose(result.cpu(), expected, atol=0.02)
 
 
 def test_export_opens_in_transformers_and_answers(folder_of, tmp_path):
