@@ -23,7 +23,7 @@ import ray.exceptions
 
 from mmray.cluster.connect import ray_session
 from mmray.cluster.doctor import check_disk, check_storage, measure_shm, warn_if
-from mmray.cluster.placement import alive_nodes, free_address, run_on_node
+from mmray.cluster.placement import alive_nodes, free_address, node_name, run_on_node
 from mmray.config import Cluster
 from mmray.errors import Finding, Level
 from mmray.machine import cores, set_network_interface
@@ -65,7 +65,7 @@ def check_cluster(
         ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=TIMEOUT_S)
         versions = {}
         for node_id, task in tasks.items():
-            name = f"node {node_id[:8]}"
+            name = f"node {node_name(node_id)}"
             try:
                 versions[node_id], findings = ray.get(task, timeout=0)
                 findings.append(check_clock(_clock_difference(node_id)))
@@ -152,7 +152,7 @@ def compare_versions(versions: Mapping[str, str]) -> Finding:
     nodes = {text: node_id for node_id, text in versions.items()}
     if len(nodes) <= 1:
         return Finding("ok", "versions", f"{next(iter(nodes), 'none')} on {len(versions)} nodes")
-    listed = "; ".join(f"{text} on node {node_id[:8]}" for text, node_id in nodes.items())
+    listed = "; ".join(f"{text} on node {node_name(node_id)}" for text, node_id in nodes.items())
     fix = "use one image, or one requirements.lock, for all nodes (jobs/deploy/Dockerfile)"
     return Finding("error", "versions", listed, fix)
 
@@ -178,7 +178,7 @@ def _check_links(node_ids: list[str]) -> Iterator[Finding]:
         yield Finding("ok", "network", "one node: nothing is sent between nodes")
         return
     for sender, receiver in pairwise([*node_ids, node_ids[0]]):
-        name = f"transfer {sender[:8]} to {receiver[:8]}"
+        name = f"transfer {node_name(sender)} to {node_name(receiver)}"
         yield _check_link(name, "MB/s", _measure_transfer, sender, receiver)
     name = f"all-reduce of {len(node_ids)} nodes (gloo)"
     yield _check_link(name, f"MB/s for {COLLECTIVE_MB} MB", _measure_collective, node_ids)

@@ -87,6 +87,16 @@ def alive_nodes() -> list[Node]:
     return [Node(dict(node["Resources"]), dict(node["Labels"])) for node in alive_entries()]
 
 
+def node_name(node_id: str) -> str:
+    """Return the host of a node for a message, such as `gpu-7 at 10.0.0.3`; the first 8
+    characters of the ID if Ray does not know the node.
+    """
+    for node in ray.nodes():
+        if node["NodeID"] == node_id:
+            return f"{node['NodeManagerHostname']} at {node['NodeManagerAddress']}"
+    return node_id[:8]
+
+
 def free_nodes() -> list[Node]:
     """Return the alive nodes of the cluster with their free resources."""
     free = free_resources()
@@ -341,7 +351,7 @@ def actor_states(class_name: str, timeout_s: float = 5.0) -> list[str]:
 
     Returns:
         For a living actor the state of its process with the node, such as `sleeping on node
-        1a2b3c4d`; for others Ray's state, such as `pending creation`.
+        gpu-7 at 10.0.0.3`; for others Ray's state, such as `pending creation`.
     """
     actors = actors_of_job(class_name)
     tasks = {
@@ -352,8 +362,8 @@ def actor_states(class_name: str, timeout_s: float = 5.0) -> list[str]:
     done, pending = (
         ray.wait(list(tasks), num_returns=len(tasks), timeout=timeout_s) if tasks else ([], [])
     )
-    states = [f"{ray.get(task)} on node {tasks[task][:8]}" for task in done]
-    states += [f"on node {tasks[task][:8]}, which does not answer" for task in pending]
+    states = [f"{ray.get(task)} on node {node_name(tasks[task])}" for task in done]
+    states += [f"on node {node_name(tasks[task])}, which does not answer" for task in pending]
     return states + [state.lower().replace("_", " ") for state, _, _ in actors if state != "ALIVE"]
 
 

@@ -83,14 +83,25 @@ class HeartbeatState:
         self._progress += 1
 
 
-def describe_process(rank: int, node: str) -> dict[str, Any]:
+def describe_process(rank: int, node: str, host: str) -> dict[str, Any]:
     """Return what identifies the process of a rank, for its heartbeats.
 
+    Args:
+        node: ID of the node.
+        host: Name of the node for messages.
+
     Returns:
-        `rank`, `node`, `pid` and `started_s`, the start of the process in seconds since the epoch.
+        `rank`, `node`, `host`, `pid` and `started_s`, the start of the process in seconds since the
+        epoch.
     """
     started_s = psutil.Process().create_time()
-    return {"rank": rank, "node": node, "pid": os.getpid(), "started_s": started_s}
+    return {
+        "rank": rank,
+        "node": node,
+        "host": host,
+        "pid": os.getpid(),
+        "started_s": started_s,
+    }
 
 
 class Heartbeat(HeartbeatState):
@@ -106,7 +117,7 @@ class Heartbeat(HeartbeatState):
             `process_info` and `ended` (True). If it returns True, all stacks are written to
             `folder`/stacks.
         process_info: The rank and its process, as `describe_process` returns it: `rank`, `node`
-            (ID), `pid` and `started_s` (seconds since the epoch).
+            (ID), `host` (name), `pid` and `started_s` (seconds since the epoch).
     """
 
     def __init__(

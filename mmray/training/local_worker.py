@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -115,7 +116,9 @@ def _train(
         return bool(stacks_requested)
 
     config = context.config
-    heartbeat = Heartbeat(send_heartbeat, describe_process(rank, "here"), context.folder)
+    heartbeat = Heartbeat(
+        send_heartbeat, describe_process(rank, "here", socket.gethostname()), context.folder
+    )
     driver = DriverHandle(
         report=lambda message: send(("push", message)),
         stop_requested=stop.is_set,

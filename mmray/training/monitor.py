@@ -56,6 +56,8 @@ class HeartbeatRecord:
     """The last heartbeat of a rank.
 
     Attributes:
+        node: ID of its node.
+        host: Name of its node for messages.
         started_s: Start time of the process in seconds since the epoch.
         step: Number of steps that it has taken.
         progress: Counter that grows with each step, and while starting, evaluating or saving
@@ -69,6 +71,7 @@ class HeartbeatRecord:
 
     rank: int
     node: str
+    host: str
     pid: int
     started_s: float
     step: int
@@ -84,7 +87,7 @@ class HeartbeatRecord:
             state = "waits in a collective at"
         if self.age_s > SILENT_S:
             state = f"has not responded for {self.age_s:.0f} s, last at"
-        return f"rank {self.rank} (process {self.pid}, node {self.node[:8]}) {state} {self.where}"
+        return f"rank {self.rank} (process {self.pid}, node {self.host}) {state} {self.where}"
 
 
 class Workers(Protocol):

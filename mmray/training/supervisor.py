@@ -347,7 +347,7 @@ class Supervisor:
         if isinstance(cause, DeviceError):
             text = "no other node has what the run needs, retrying on the same"
             if self.backend.exclude_node(self.resolved.config, cause.node):
-                text = f"node {cause.node[:8]} gets no more workers of this run"
+                text = "the node of the device gets no more workers of this run"
             self.reporter.log(f"{text}: {cause}", "device")
 
     def _start_workers(

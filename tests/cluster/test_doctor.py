@@ -126,7 +126,8 @@ def test_measurements_of_a_node_are_rated(finding, level):
     assert finding.level == level and bool(finding.fix) == (level != "ok")
 
 
-def test_versions_must_be_equal():
+def test_versions_must_be_equal(monkeypatch):
+    monkeypatch.setattr(node_checks, "node_name", {"a" * 56: "cpu-1", "b" * 56: "cpu-2"}.get)
     finding = node_checks.compare_versions({"a" * 56: "v1", "b" * 56: "v2"})
     assert finding.level == "error"
-    assert "v1 on node aaaaaaaa; v2 on node bbbbbbbb" in finding.observed
+    assert "v1 on node cpu-1; v2 on node cpu-2" in finding.observed

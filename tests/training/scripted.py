@@ -17,7 +17,15 @@ from mmray.training.run_dir import RunDir
 from mmray.training.supervisor import Supervisor
 from tests.training.runs import Silent, config
 
-HEARTBEAT = {"node": "node-1", "pid": 0, "started_s": 0.0, "step": 1, "progress": 1, "where": "x"}
+HEARTBEAT = {
+    "node": "node-1",
+    "host": "h",
+    "pid": 0,
+    "started_s": 0.0,
+    "step": 1,
+    "progress": 1,
+    "where": "x",
+}
 # What an attempt does: returns the outcome of its workers, or raises why they failed.
 Act = Callable[["ScriptedWorkers"], dict[str, Any]]
 
@@ -85,6 +93,9 @@ class ScriptedBackend:
 
     def resolve(self, config: Any) -> Any:
         return config
+
+    def check_inputs(self, resolved: Any) -> None:
+        pass
 
     def num_local(self, device: str) -> int | None:
         return None

@@ -30,7 +30,7 @@ from tests.training.scripted import ScriptedWorkers
 def beat(rank, waits=False, age_s=0.5, step=7, progress=7):
     where = f"mine.py:{rank} in on_step"
     return HeartbeatRecord(
-        rank, f"node{rank}", 100 + rank, 0.0, step, progress, where, waits, age_s=age_s
+        rank, f"id{rank}", f"node{rank}", 100 + rank, 0.0, step, progress, where, waits, age_s=age_s
     )
 
 

@@ -61,10 +61,11 @@ def save(folder, step, metrics=None, rows=None):
 
 
 @pytest.mark.parametrize(
-    ("excluded", "text"), [(True, "node 01234567 gets no more"), (False, "retrying on the same")]
+    ("excluded", "text"),
+    [(True, "the node of the device gets no more"), (False, "retrying on the same")],
 )
 def test_failed_device_is_logged_with_what_follows(make, excluded, text):
-    error = "CUDA error: uncorrectable ECC error (rank 1, GPU 3, node 01234567)"
+    error = "CUDA error: uncorrectable ECC error (rank 1, GPU 3, node gpu-7 at 10.0.0.3)"
     made = make(fail_with(DeviceError(error, "0123456789")), finish)
     made.backend.excludes_nodes = excluded
     assert made.train()["restarts"] == 1

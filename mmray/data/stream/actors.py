@@ -19,6 +19,7 @@ import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mmray.cluster.capacity import NODE_ID, Node, exclude_nodes
+from mmray.cluster.placement import node_name
 from mmray.cluster.ray_internals import pending_actors
 from mmray.data.stream.decode_actor import DecodeActor
 from mmray.data.stream.decoder import BlockDecoder, Decoded
@@ -216,7 +217,7 @@ class ActorPool:
             return
         self._actors.remove(worker)
         self._delay_replacement()
-        self._notify(CRASH_NOTE.format(process=f"a decode actor on node {worker.node[:8]}"))
+        self._notify(CRASH_NOTE.format(process=f"a decode actor on node {node_name(worker.node)}"))
 
     def compute_here(self, item: int) -> Decoded:
         return self._here(item, True)
@@ -328,7 +329,7 @@ class ActorPool:
         self._actors.remove(actor)
         self._too_small.add(node)
         self._notify(
-            f"node {node[:8]} decodes nothing: its object store is too small for a block of "
+            f"node {node_name(node)} decodes nothing: its object store is too small for a block of "
             f"{self._block_bytes / 1e6:.0f} MB of each rank; lower --data.block-mb"
         )
 
