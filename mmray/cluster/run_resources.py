@@ -11,6 +11,7 @@ from mmray.cluster import placement, shared_storage
 from mmray.cluster.capacity import (
     NODE_GROUP,
     Demand,
+    Node,
     exclude_nodes,
     max_cluster,
     missing_capacity,
@@ -135,14 +136,18 @@ def check_storage(config: Config) -> None:
         ResourceError: A training node cannot write to it, or does not see files of other nodes.
     """
     check_kept("run.storage", config.run.storage)
+    if len(placement.alive_nodes()) > 1 or "://" in config.run.storage:
+        shared_storage.check_shared(config.run.storage, training_nodes(config))
+
+
+def training_nodes(config: Config) -> list[Node]:
+    """Return the alive nodes that can have training workers of a run."""
     demand = resource_demand(config, with_data=False)
-    nodes = placement.alive_nodes()
-    if len(nodes) > 1 or "://" in config.run.storage:
-        selector = demand.label_selector
-        training_nodes = [
-            node for node in nodes if node.matches_labels(selector) and node.fits(demand.per_worker)
-        ]
-        shared_storage.check_shared(config.run.storage, training_nodes)
+    return [
+        node
+        for node in placement.alive_nodes()
+        if node.matches_labels(demand.label_selector) and node.fits(demand.per_worker)
+    ]
 
 
 def request_nodes(

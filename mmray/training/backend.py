@@ -254,6 +254,13 @@ class Backend(Protocol):
         `cluster.cpus_per_worker`, which are kept when workers are restarted.
         """
 
+    def check_inputs(self, resolved: ResolvedRun) -> None:
+        """Check that all machines of the run have the local files that its workers read.
+
+        Raises:
+            ResourceError: One lacks a file or folder.
+        """
+
     def num_local(self, device: str) -> int | None:
         """Return the number of cores (`cpu`) or GPUs (`gpu`) of this machine; None if workers may
         run on others, or torchrun has started one process for each worker.

@@ -37,6 +37,7 @@ from mmray.training.monitor import Workers
 if TYPE_CHECKING:
     from mmray.training import RunReporter
     from mmray.training.monitor import AttemptMonitor, HeartbeatRecord
+    from mmray.training.resolve import ResolvedRun
 
 CONNECT_TIMEOUT_S = 60.0
 # Of a worker with a GPU: one for the thread that launches kernels, one for the thread that moves
@@ -67,6 +68,9 @@ class LocalBackend:
 
     def resolve(self, config: Config) -> Config:
         return resolve_on_this_machine(config)
+
+    def check_inputs(self, resolved: ResolvedRun) -> None:
+        pass  # the workers are on this machine, which has opened the files
 
     def num_local(self, device: str) -> int | None:
         if self._world_size > 1:

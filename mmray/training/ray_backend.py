@@ -31,7 +31,9 @@ from mmray.cluster.run_resources import (
     min_decoders,
     request_nodes,
     resource_demand,
+    training_nodes,
 )
+from mmray.cluster.shared_storage import check_inputs
 from mmray.cluster.waiting import Contention, ResourceWait, is_reserved, reserve
 from mmray.config import Config
 from mmray.data.stream.pool_size import DecoderLimits
@@ -49,6 +51,7 @@ from mmray.training.backend import (
     select_cause,
 )
 from mmray.training.coordinator import Updates
+from mmray.training.inputs import local_inputs
 from mmray.training.local_worker import measure_in_rank
 from mmray.training.monitor import Workers
 from mmray.training.ray_trainer import (
@@ -61,6 +64,7 @@ from mmray.training.trackers import RayMetrics
 if TYPE_CHECKING:
     from mmray.training import RunReporter
     from mmray.training.monitor import AttemptMonitor, HeartbeatRecord
+    from mmray.training.resolve import ResolvedRun
 # Free resources are polled this often while workers of the last attempt release theirs.
 POLL_INTERVAL_S = 0.5
 STABLE_POLLS = 4
@@ -114,6 +118,20 @@ class RayBackend:
         return config.with_cluster(
             accelerator=device, cpus_per_worker=cluster.resolve_cpus(num_cores)
         )
+
+    def check_inputs(self, resolved: ResolvedRun) -> None:
+        nodes = placement.alive_nodes()
+        if len(nodes) == 1:
+            return  # the node of this process, which has opened the files
+        limits = decoder_limits(resolved.config, resource_demand(resolved.config))
+        data_nodes = [
+            node
+            for node in nodes
+            if node.matches_labels(limits.label_selector) and node.fits({"CPU": 1.0})
+        ]
+        if limits.maximum == limits.reserved:
+            data_nodes = []  # all decode actors are on the nodes of their ranks
+        check_inputs(local_inputs(resolved), training_nodes(resolved.config), data_nodes)
 
     def num_local(self, device: str) -> int | None:
         if (available := placement.available_cores_if_local()) is None:

@@ -6,8 +6,10 @@ import pytest
 import ray
 from ray._private.state import actors
 
-from mmray.cluster.placement import ROLE_LABEL
+from mmray.cluster import shared_storage
+from mmray.cluster.placement import ROLE_LABEL, alive_nodes
 from mmray.cluster.run_resources import num_free_workers
+from mmray.cluster.shared_storage import LocalInput, check_inputs, find_missing
 from mmray.config import Batch
 from mmray.errors import ResourceError
 from mmray.training.driver import train
@@ -108,3 +110,54 @@ def test_end_of_the_wait_for_resources_is_a_resource_error(joined_roles, tmp_pat
         assert num_free_workers(wanted) == 2  # they would wait, too
     finally:
         ray.util.remove_placement_group(blocker)
+
+
+@pytest.fixture
+def take_files_from(joined_roles, monkeypatch):
+    """take_files_from(role): nodes of this role have no files, although they share this machine.
+
+    Messages name the roles of nodes.
+    """
+
+    def take(role):
+        def find(paths):
+            is_taken = joined_roles[ray.get_runtime_context().get_node_id()] == role
+            return list(paths) if is_taken else find_missing(paths)
+
+        monkeypatch.setattr(shared_storage, "find_missing", find)
+
+    monkeypatch.setattr(shared_storage, "node_name", joined_roles.get)
+    return take
+
+
+def test_run_is_refused_before_it_starts_if_a_data_node_lacks_its_set(take_files_from, tmp_path):
+    make_set(tmp_path / "set", [row(number) for number in range(16)])
+    take_files_from("data")
+    wanted = config(tmp_path / "set", tmp_path / "runs", "run", steps=STEPS)
+    wanted = wanted.replace(data=wanted.data.replace(workers="2-8"))  # some on the data node
+    with pytest.raises(ResourceError) as refused:
+        train(wanted, Silent())
+    lines = str(refused.value).splitlines()
+    assert lines[1:2] == [
+        f"  data.train: {tmp_path / 'set'} is missing, unreadable or empty on data"
+    ]
+    assert len(lines) == 3 and "Mount one file system" in lines[2]
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_inputs_are_checked_on_the_nodes_that_read_them(take_files_from, roles, tmp_path):
+    by_role = {
+        role: [node for node in alive_nodes() if node.labels[ROLE_LABEL] == role]
+        for role in ("train", "data")
+    }
+    (tmp_path / "set").mkdir()
+    empty = LocalInput("data.train", tmp_path / "set", on_data_nodes=True)
+    weights = LocalInput("model.weights", tmp_path / "weights", on_data_nodes=False)
+    with pytest.raises(ResourceError) as refused:
+        check_inputs([empty, weights], by_role["train"], by_role["data"])
+    _, data, model, _ = str(refused.value).splitlines()
+    assert sorted(data.partition(" on ")[2].split(", ")) == ["data", "train"]
+    assert model.endswith("weights is missing, unreadable or empty on train")
+    for path in (empty.path / "manifest.json", weights.path):
+        path.write_text("{}")
+    check_inputs([empty, weights], by_role["train"], by_role["data"])
