@@ -100,8 +100,10 @@ class AudioTransformer(nn.Module):
     """Two convolutions over a log-mel spectrogram, and a transformer (Whisper's layout, Radford et
     al. 2022, arXiv:2212.04356).
 
-    Outputs do not depend on padding. transformers' WhisperEncoder with random weights attends to
-    padding, and its tokens of 20 ms take twice the CPU time of a step.
+    Outputs do not depend on padding. transformers' encoders with random weights need clips padded
+    to the longest of the settings: for clips of up to 3 s a step takes 2.2 times as long with
+    WhisperEncoder, which also attends to padding, and 3.6 times with ASTModel if clips may have 10
+    s (0.9 times, with 160 ms a token, if they may have 3 s).
 
     Forward takes samples int16 [B, N] and the number of samples of each row, int64 [B], and returns
     a feature vector for each 40 ms, [B, T, width], and a mask int64 [B, T], 0 for padding. There is
