@@ -90,7 +90,6 @@ KINDS = {
     "two_tower": ModelKind("mmray.config.model_kinds:TwoTower", "mmray.models.two_tower:TwoTower"),
     "clip": ModelKind("mmray.config.model_kinds:Clip", "mmray.models.clip:Clip", "clip"),
     "siglip": ModelKind("mmray.config.model_kinds:Siglip", "mmray.models.clip:Siglip", "siglip"),
-    "fusion": ModelKind("mmray.config.model_kinds:Fusion", "mmray.models.fusion:Fusion"),
     "towers": ModelKind("mmray.config.model_kinds:Towers", "mmray.models.towers:Towers"),
     "vlm": ModelKind("mmray.config.model_kinds:Vlm", "mmray.models.vlm.model:Vlm"),
 }
@@ -107,7 +106,11 @@ REMOVED_KINDS = {
     "--model.weights to a folder saved by transformers with its processor and chat template, or to "
     "a hub name such as llava-hf/llava-1.5-7b-hf. Checkpoints of `generative` are not read: run "
     "`mmray export` of the version that wrote them, add chat_template.jinja to the export, and set "
-    "--model.weights to it"
+    "--model.weights to it",
+    "fusion": "model.kind: `fusion` is now `towers` with model.inputs.clip_s 0, as in the recipe "
+    "fusion. Checkpoints of `fusion` are not read: run `mmray export` of the version that wrote "
+    "them. In the config.json of the export set model.kind to `towers`, and add clip_s 0 to "
+    "model.inputs",
 }
 """Errors for model kinds of earlier versions."""
 

@@ -149,23 +149,39 @@ def test_batch_tokens_replace_the_micro_batch_of_a_recipe():
     assert both.batch.micro == 2  # refused by resolve_batch_shape
 
 
-def test_removed_kind_names_its_replacement(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        (
+            "generative",
+            "recipe: llava\n"
+            "model: {kind: generative, inputs: {image_side: 336, chat: {user: '{}'}}}\n",
+            r"replaced by `vlm`.*--model.weights.*export` of the version",
+        ),
+        (
+            "fusion",
+            "recipe: fusion\nmodel: {kind: fusion, inputs: {image_side: 224}, matching: true}\n",
+            r"now `towers` with model.inputs.clip_s 0.*export` of the version",
+        ),
+    ],
+)
+def test_removed_kind_names_its_replacement(tmp_path, kind, text, message):
     old = tmp_path / "config.yaml"
-    old.write_text(
-        "recipe: llava\nmodel: {kind: generative, inputs: {image_side: 336, chat: {user: '{}'}}}\n"
-    )
+    old.write_text(text)
     for read in (
-        lambda: recipes.load("llava"),
         lambda: recipes.load(str(old)),
         lambda: from_yaml(old.read_text(), str(old)),
         lambda: mmray.export(tmp_path, tmp_path / "out"),
         lambda: mmray.evaluate(tmp_path, "prepared/test"),
-        lambda: recipes.load("vlm").with_model_kind("generative"),
+        lambda: recipes.load("vlm").with_model_kind(kind),
     ):
-        with pytest.raises(
-            UsageError, match=r"replaced by `vlm`.*--model.weights.*export` of the version"
-        ):
+        with pytest.raises(UsageError, match=message):
             read()
+
+
+def test_removed_recipe_names_its_replacement():
+    with pytest.raises(UsageError, match="replaced by `vlm`"):
+        recipes.load("llava")
 
 
 def test_evaluation_sets_have_names_tasks_and_prompts():

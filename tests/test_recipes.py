@@ -74,7 +74,7 @@ def test_full_recipe_yaml_round_trip_is_equal(name, tmp_path):
     changed = recipes.load(name).model_copy(
         update={"train": Train(steps=3), "batch": Batch(micro=2, accumulation=3)}
     )
-    other_kind = recipes.load(name).with_model_kind("fusion" if name != "fusion" else "clip")
+    other_kind = recipes.load(name).with_model_kind("clip" if name == "fusion" else "towers")
     for config in (
         recipes.load(name),
         changed,

@@ -24,7 +24,6 @@ from mmray.config.model_kinds import (
     ClipText,
     CrossAttention,
     FrameTransformer,
-    Fusion,
     ImageTower,
     Siglip,
     TextTower,

@@ -65,7 +65,7 @@ class Inputs(Section, settings_prefix="model.inputs"):
         ge=0,
         le=1024,
         description="Maximum number of boxes per image, largest first, for the region head of "
-        "`fusion` (`region_text`); 0: none.",
+        "`towers` (`region_text`); 0: none.",
     )
 
     @field_validator("language_token")
@@ -119,6 +119,7 @@ class Model(Section, settings_prefix="model"):
             others are not used.
         takes_clips: Whether the model embeds audio and video clips, of which a row may lack some.
         generates_text: Whether the model writes text about any number of images.
+        regions: Whether the model has a region head, which scores boxes against label texts.
         objectives: Built-in objectives that can train the model, the usual one first; empty: not
             known.
     """
@@ -128,6 +129,7 @@ class Model(Section, settings_prefix="model"):
     media_kinds: ClassVar[tuple[str, ...]] = ("image",)
     takes_clips: ClassVar[bool] = False
     generates_text: ClassVar[bool] = False
+    regions: ClassVar[bool] = False
     objectives: ClassVar[tuple[str, ...]] = ()
 
     kind: Annotated[str, _KIND] = ""
@@ -168,6 +170,11 @@ class Model(Section, settings_prefix="model"):
             if isinstance(default, Section) and isinstance(given, dict):
                 completed[name] = dict(default) | given
         return completed
+
+    @property
+    def usable_objectives(self) -> tuple[str, ...]:
+        """Those of `objectives` that suit the settings of the model."""
+        return self.objectives
 
     def with_vocab(self, vocab_size: int, pad_id: int | None) -> Self:
         """Return the section with the vocabulary size of a tokenizer, unless the config sets it.

@@ -197,83 +197,6 @@ class CrossAttention(DropoutTransformer, settings_prefix="model.cross"):
     """Shape of the cross-attention layers from text tokens to the features of other modalities."""
 
 
-class PairModel(TowerModel):
-    """Base of the settings of models in which text tokens attend to another modality
-    (cross-attention), and output heads score the pair: whether it matches, and its class.
-    """
-
-    # Branches also meet in the cross-attention.
-    shares_only_loss = False
-
-    cross: CrossAttention = CrossAttention(width=256, depth=4, heads=8)
-    matching: bool = Field(
-        False, description="Head that scores whether a text matches (`matching`, `clip_matching`)."
-    )
-    classes: int = Field(
-        0, ge=0, description="Classes of the classification head (`classification`); 0: none."
-    )
-    class_names: ClassNames = ()
-
-    def unsupported_reasons(self) -> list[str]:
-        reasons = _head_reasons(self.cross) if "cross" in self.branches else []
-        return super().unsupported_reasons() + reasons
-
-    def label_checks(self) -> dict[str, Callable[[int], str]]:
-        return {"label": self._class_problem} if self.classes else {}
-
-    def _class_problem(self, label: int) -> str:
-        if 0 <= label < self.classes:
-            return ""
-        if label < 0 and self.class_names:
-            return (
-                "a label that is none of model.class_names "
-                f"({', '.join(self.class_names[:20])[:200]}): name the classes of all sets"
-            )
-        fix = "number the classes from 0"
-        if label > 0:
-            fix = f"set --model.classes to {label + 1} or more"
-        return (
-            f"label {label}, but model.classes is {self.classes}, so labels are 0 to "
-            f"{self.classes - 1}: {fix}"
-        )
-
-
-class Fusion(PairModel):
-    """Settings of a dual encoder with cross-attention layers between text tokens and image
-    features.
-    """
-
-    branches = ("image", "text", "cross")
-    objectives = ("contrastive", "sigmoid", "matching", "classification", "region_text")
-
-    matching: bool = Field(True, description="Image-text matching head (objective `matching`).")
-    region_labels: tuple[str, ...] = Field(
-        (), description="Names of the box labels 0, 1, ...; empty: the set's."
-    )
-
-    @property
-    def regions(self) -> bool:
-        """Whether the model has a region head, which scores boxes against label texts
-        (`region_text`): if `inputs.max_boxes` is not 0.
-        """
-        return self.inputs.max_boxes > 0
-
-    def label_checks(self) -> dict[str, Callable[[int], str]]:
-        checks = super().label_checks()
-        if self.regions and self.region_labels:
-            checks["box_labels"] = self._region_problem
-        return checks
-
-    def _region_problem(self, label: int) -> str:
-        names = self.region_labels
-        if 0 <= label < len(names) and names[label]:
-            return ""
-        return (
-            f"a box with label {label}, which has no name in model.region_labels: list one for "
-            "each label, starting at 0"
-        )
-
-
 class AudioTower(DropoutTransformer, settings_prefix="model.audio"):
     """Shape of the transformer over the log-mel spectrogram of an audio clip; a token is 40 ms."""
 
@@ -303,7 +226,11 @@ class ClipInputs(Inputs):
     """
 
     clip_s: float = Field(
-        10.0, gt=0, le=600, description="Longest clip in seconds; longer spans are cut at random."
+        10.0,
+        ge=0,
+        le=600,
+        description="Longest clip in seconds; longer spans are cut at random. 0: the model has "
+        "images in place of audio and video.",
     )
     frames: int = Field(
         8, ge=0, le=512, description="Most frames of a clip; 0: the model has no video."
@@ -316,49 +243,83 @@ class ClipInputs(Inputs):
     )
 
 
-class Towers(PairModel):
-    """Settings of a model with branches for audio, video and text, one embedding space, and heads
-    on cross-attention between them; a row may lack any modality.
+PAIRS = {
+    "contrastive": ("image", "text"),
+    "sigmoid": ("image", "text"),
+    "audio_text": ("audio", "text"),
+    "video_text": ("video", "text"),
+    "audio_video": ("audio", "video"),
+}
+"""Modalities that an objective compares, by its name."""
+
+
+class Towers(TowerModel):
+    """Settings of a model with branches for text and images, or for text, audio and video of which
+    a row may lack some; one embedding space; and heads. Those of matching and classification score
+    a text with the other modalities of its row, by cross-attention from its tokens.
     """
 
-    takes_clips: ClassVar[bool] = True
-    objectives: ClassVar[tuple[str, ...]] = (
-        "audio_text",
-        "video_text",
-        "audio_video",
-        "clip_matching",
-        "classification",
-    )
+    # Branches also meet in the cross-attention.
+    shares_only_loss = False
+    objectives = (*PAIRS, "matching", "clip_matching", "classification", "region_text")
 
     inputs: ClipInputs = ClipInputs()
     audio: AudioTower = AudioTower(width=256, depth=6, heads=4)
     video: FrameTransformer = FrameTransformer()
+    cross: CrossAttention = CrossAttention(width=256, depth=4, heads=8)
+    matching: bool = Field(
+        False, description="Head that scores whether a text matches (`matching`, `clip_matching`)."
+    )
+    classes: int = Field(
+        0, ge=0, description="Classes of the classification head (`classification`); 0: none."
+    )
+    class_names: ClassNames = ()
+    region_labels: tuple[str, ...] = Field(
+        (), description="Names of the box labels 0, 1, ...; empty: the set's."
+    )
+
+    @property
+    def takes_clips(self) -> bool:  # type: ignore[override]
+        return self.inputs.clip_s > 0
+
+    @property
+    def regions(self) -> bool:  # type: ignore[override]
+        return self.inputs.max_boxes > 0
 
     @property
     def media_kinds(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Kinds of media that the model uses: `image` (as a frame) and `video` if `inputs.frames`
-        is not 0, `audio` and `video` (for its sound) if `inputs.audio_rate` is not 0.
+        """Kinds of media that the model uses: `image` (of clips as a frame); `video` for its frames
+        or its sound; `audio`.
         """
+        if not self.takes_clips:
+            return ("image",)
         frames = ("image", "video") if self.inputs.frames else ()
         sound = ("audio", "video") if self.inputs.audio_rate else ()
         return tuple(dict.fromkeys((*frames, *sound)))
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """Names of the modalities that the model has: `text`, then `audio` if `inputs.audio_rate`
-        is not 0, then `video` if `inputs.frames` is not 0.
+        """Names of the modalities that the model has: `text`, then `image`, or `audio` if
+        `inputs.audio_rate` is not 0 and `video` if `inputs.frames` is not 0.
         """
+        if not self.takes_clips:
+            return ("text", "image")
         audio = ("audio",) if self.inputs.audio_rate else ()
         video = ("video",) if self.inputs.frames else ()
         return ("text", *audio, *video)
 
     @property
     def branches(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Names of the parts of the model that the settings name: `text`, then `audio` and `video`
-        if the model has them, and `cross` (cross-attention) if it has a matching or a
-        classification head.
+        """Names of the parts of the model that the settings name: the modalities, and `cross`
+        (cross-attention) if it has a matching or a classification head.
         """
         return (*self.modalities, "cross") if self.matching or self.classes else self.modalities
+
+    @property
+    def usable_objectives(self) -> tuple[str, ...]:
+        pairs = [name for name, pair in PAIRS.items() if {*pair} <= {*self.modalities}]
+        heads = ("clip_matching",) if self.takes_clips else ("matching", "region_text")
+        return (*pairs, *heads, "classification")
 
     def part_weights(self) -> dict[str, str]:
         more = {"audio": self.audio.weights, "video": self.video.weights}
@@ -367,6 +328,8 @@ class Towers(PairModel):
     def unsupported_reasons(self) -> list[str]:
         inputs = self.inputs
         reasons = super().unsupported_reasons()
+        if "cross" in self.branches:
+            reasons += _head_reasons(self.cross)
         if "audio" in self.branches and self.audio.weights == "none":
             reasons += _head_reasons(self.audio)
         if len(self.modalities) == 1:
@@ -375,7 +338,7 @@ class Towers(PairModel):
                 "to compare texts with; set one of them"
             )
         if (
-            inputs.frames
+            "video" in self.modalities
             and inputs.frame_rate
             and inputs.frames < inputs.clip_s * inputs.frame_rate
         ):
@@ -385,6 +348,39 @@ class Towers(PairModel):
                 f"{math.ceil(inputs.clip_s * inputs.frame_rate)}, or a smaller clip_s"
             )
         return reasons
+
+    def label_checks(self) -> dict[str, Callable[[int], str]]:
+        checks: dict[str, Callable[[int], str]] = {}
+        if self.classes:
+            checks["label"] = self._class_problem
+        if self.regions and self.region_labels:
+            checks["box_labels"] = self._region_problem
+        return checks
+
+    def _class_problem(self, label: int) -> str:
+        if 0 <= label < self.classes:
+            return ""
+        if label < 0 and self.class_names:
+            return (
+                "a label that is none of model.class_names "
+                f"({', '.join(self.class_names[:20])[:200]}): name the classes of all sets"
+            )
+        fix = "number the classes from 0"
+        if label > 0:
+            fix = f"set --model.classes to {label + 1} or more"
+        return (
+            f"label {label}, but model.classes is {self.classes}, so labels are 0 to "
+            f"{self.classes - 1}: {fix}"
+        )
+
+    def _region_problem(self, label: int) -> str:
+        names = self.region_labels
+        if 0 <= label < len(names) and names[label]:
+            return ""
+        return (
+            f"a box with label {label}, which has no name in model.region_labels: list one for "
+            "each label, starting at 0"
+        )
 
 
 class ClipImage(VisionTransformer, settings_prefix="model.image"):

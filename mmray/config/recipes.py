@@ -21,7 +21,6 @@ from mmray.config import (
     Data,
     Evaluate,
     FrameTransformer,
-    Fusion,
     ImageTower,
     Inputs,
     Objective,
@@ -224,11 +223,12 @@ def fusion() -> Config:
     """
     return Config(
         recipe="fusion",
-        model=Fusion(
-            inputs=Inputs(tokenizer="bert-base-uncased"),
+        model=Towers(
+            inputs=ClipInputs(tokenizer="bert-base-uncased", clip_s=0),
             image=ImageTower(name="resnet50", weights="pretrained"),
             text=TextTower(weights="bert-base-uncased", width=768, depth=12, heads=12),
             cross=CrossAttention(width=512, dropout=0.1),
+            matching=True,
             batch_norm="frozen",
         ),
         objective=Objective(kind="contrastive + matching"),

@@ -19,7 +19,7 @@ from mmray.evaluation.classification import HeadHits
 from mmray.evaluation.embeddings import RowFile, eval_mode, gather_rows, steps_in_lockstep
 from mmray.evaluation.examples import RetrievalExamples
 from mmray.evaluation.retrieval import RetrievalItems, number_equal, rank_direction
-from mmray.models.protocol import HeadScores, Outputs
+from mmray.models.protocol import class_scores
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.protocol import Objective
 
@@ -33,7 +33,7 @@ class _Clip(NamedTuple):
 
 
 class ClipEvaluator(EvalDataset):
-    """Computes retrieval metrics of a model of kind `towers` on held-out clips.
+    """Computes retrieval metrics of a model of audio and video on held-out clips.
 
     A clip is a row with one of its texts: the middle of the text's span, if it is longer than
     `model.inputs.clip_s`. The constructor is that of EvalDataset; `inputs` are ClipInputs.
@@ -124,7 +124,7 @@ class ClipEvaluator(EvalDataset):
                 if name.endswith("_embed")
             }
             identities = RowFile(4, np.int64)
-            hits = HeadHits(_head_scores(outputs, synthetic))
+            hits = HeadHits(class_scores(outputs, synthetic))
             batches = self.batches(group.rank, group.world_size, self.settings.limit)
             for own in steps_in_lockstep(model, batches, group):
                 batch = synthetic if own is None else own
@@ -134,7 +134,7 @@ class ClipEvaluator(EvalDataset):
                 for name, file in files.items():
                     file.write(outputs[f"{name}_embed"].float().cpu())
                 identities.write(own["identity"])
-                hits.add(_head_scores(outputs, own))
+                hits.add(class_scores(outputs, own))
         return files, identities, hits
 
     def _convert(self, number: int, row: Row) -> list[Any]:
@@ -154,13 +154,6 @@ class ClipEvaluator(EvalDataset):
             "label": torch.tensor([clip.identity[3] for clip in items]),
             "valid": torch.ones(len(items), dtype=torch.bool),
         }
-
-
-def _head_scores(outputs: Outputs, batch: Batch) -> dict[str, HeadScores]:
-    logits = outputs.get("class_logits")
-    if logits is None:
-        return {}
-    return {"classification": HeadScores(logits, batch["label"], logits.shape[1])}
 
 
 def _items(modality: str, embeds: Tensor, identity: Tensor) -> RetrievalItems:

@@ -10,7 +10,7 @@ arXiv:2103.00020), Zhai et al. 2023 (SigLIP, arXiv:2303.15343), patch dropout of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -42,21 +42,19 @@ if TYPE_CHECKING:
 MAX_LOG_SCALE = math.log(100)  # CLIP's bound: above it training is unstable
 
 
-class DualEncoder(Model):
-    """An image and a text branch with one embedding space and a learned temperature. The branches
+class MultiEncoder(Model):
+    """Branches for modalities with one embedding space, and a learned temperature. The branches
     pool, project and normalize.
 
-    Forward takes a batch as a dict with the images `image` uint8 [B, 3, S, S] and the captions
-    `input_ids` and `attention_mask` int64 [B, T]. It returns a dict with `image_embed` and
-    `text_embed` [B, D], L2-normalized, and the scalars `logit_scale` and, if the model has it,
-    `logit_bias`.
+    A subclass implements `forward`.
 
     Args:
-        image: Maps pixels uint8 [B, 3, S, S] to L2-normalized embeddings [B, D].
-        text: Maps token ids and mask, int64 [B, T], to L2-normalized embeddings [B, D].
+        branches: By name of the modality a module that returns L2-normalized embeddings [B, D]. It
+            becomes an attribute of this name.
         spec: The `model` section, for the initial `temperature` and `logit_bias`.
 
     Attributes:
+        modalities: Names of the branches.
         max_log_scale: Maximum of log(1 / temperature); None: no limit.
         logit_bias: Learned bias of the logits of the sigmoid loss, a scalar; None: none.
     """
@@ -64,19 +62,15 @@ class DualEncoder(Model):
     max_log_scale: float | None = MAX_LOG_SCALE
     logit_bias: nn.Parameter | None
 
-    def __init__(self, image: nn.Module, text: nn.Module, spec: EmbeddingModel) -> None:
+    def __init__(self, branches: Mapping[str, nn.Module], spec: EmbeddingModel) -> None:
         super().__init__()
-        self.image = image
-        self.text = text
+        self.modalities = tuple(branches)
+        for name, branch in branches.items():
+            self.add_module(name, branch)
         self.log_scale = nn.Parameter(torch.tensor(-math.log(spec.temperature)))
         self.logit_bias = None
         if spec.logit_bias is not None:
             self.logit_bias = nn.Parameter(torch.tensor(float(spec.logit_bias)))
-
-    def forward(self, batch: Batch) -> Outputs:
-        image_embed = self.image(batch["image"])
-        text_embed = self.text(batch["input_ids"], batch["attention_mask"])
-        return {"image_embed": image_embed, "text_embed": text_embed, **self.scalar_outputs()}
 
     def scalar_outputs(self) -> Outputs:
         """Return the scalar outputs that do not depend on the batch.
@@ -88,6 +82,41 @@ class DualEncoder(Model):
             outputs["logit_bias"] = self.logit_bias * 1  # an output, not the leaf
         return outputs
 
+    def branches(self) -> dict[str, nn.Module]:
+        return {name: self.get_submodule(name) for name in self.modalities}
+
+    @torch.no_grad()
+    def clamp_parameters(self) -> None:
+        """Clamp log(1 / temperature) to 0..`max_log_scale`."""
+        if self.max_log_scale is not None:
+            self.log_scale.clamp_(min=0.0, max=self.max_log_scale)
+
+
+class DualEncoder(MultiEncoder):
+    """An image and a text branch with one embedding space and a learned temperature.
+
+    Forward takes a batch as a dict with the images `image` uint8 [B, 3, S, S] and the captions
+    `input_ids` and `attention_mask` int64 [B, T]. It returns a dict with `image_embed` and
+    `text_embed` [B, D], L2-normalized, and the scalars `logit_scale` and, if the model has it,
+    `logit_bias`.
+
+    Args:
+        image: Maps pixels uint8 [B, 3, S, S] to L2-normalized embeddings [B, D].
+        text: Maps token ids and mask, int64 [B, T], to L2-normalized embeddings [B, D].
+        spec: The `model` section, for the initial `temperature` and `logit_bias`.
+    """
+
+    image: nn.Module
+    text: nn.Module
+
+    def __init__(self, image: nn.Module, text: nn.Module, spec: EmbeddingModel) -> None:
+        super().__init__({"image": image, "text": text}, spec)
+
+    def forward(self, batch: Batch) -> Outputs:
+        image_embed = self.image(batch["image"])
+        text_embed = self.text(batch["input_ids"], batch["attention_mask"])
+        return {"image_embed": image_embed, "text_embed": text_embed, **self.scalar_outputs()}
+
     def embed_image(self, image: Tensor) -> Tensor:
         """Return the L2-normalized embeddings [B, D] of images, pixels uint8 [B, 3, S, S]."""
         return self.image(image)
@@ -95,18 +124,6 @@ class DualEncoder(Model):
     def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the L2-normalized embeddings [B, D] of captions."""
         return self.text(input_ids, attention_mask)
-
-    def branches(self) -> dict[str, nn.Module]:
-        """Return the modules that embed images and captions, under `image` and `text`: from pixels
-        uint8 [B, 3, S, S], and from token ids and mask int64 [B, T].
-        """
-        return {"image": self.image, "text": self.text}
-
-    @torch.no_grad()
-    def clamp_parameters(self) -> None:
-        """Clamp log(1 / temperature) to 0..`max_log_scale`."""
-        if self.max_log_scale is not None:
-            self.log_scale.clamp_(min=0.0, max=self.max_log_scale)
 
 
 def l2_normalize(embedding: Tensor) -> Tensor:

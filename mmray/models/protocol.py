@@ -39,6 +39,14 @@ class HeadScores(NamedTuple):
     unit: str = "rows"
 
 
+def class_scores(outputs: Outputs, batch: Batch) -> dict[str, HeadScores]:
+    """Return the scores of the classification head, if a model has one: `class_logits`."""
+    logits = outputs.get("class_logits")
+    if logits is None:
+        return {}
+    return {"classification": HeadScores(logits, batch["label"], logits.shape[1])}
+
+
 class Model(nn.Module):
     """Base class of the built-in models: the methods that training and evaluation call.
 

@@ -1,178 +1,251 @@
-"""Branches for text, audio and video with one embedding space (ImageBind's layout, Girdhar et al.
-2023, arXiv:2305.05665).
+"""Branches for text and other modalities with one embedding space, and heads on cross-attention.
 
-A row may lack any modality. Every branch runs on every row, so all ranks compute the same graph;
-the embedding of a missing modality is 0.
+The other modality is the image of a row (ALBEF's layout, Li et al. 2021, arXiv:2107.07651), or they
+are audio and video (ImageBind's layout, Girdhar et al. 2023, arXiv:2305.05665). A row of clips may
+lack any modality. Every branch runs on every row, so all ranks compute the same graph; the
+embedding of a missing modality is 0.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from mmray.data.stream.collate import Batch
-from mmray.models.clip import MAX_LOG_SCALE
+from mmray.models.clip import MultiEncoder
 from mmray.models.encoders.audio import AudioTransformer
-from mmray.models.encoders.cross_attention import CrossEncoder, PairHeads
+from mmray.models.encoders.cross_attention import CrossEncoder
+from mmray.models.encoders.image import build_image_tower
 from mmray.models.encoders.pretrained_audio import build_pretrained_audio
 from mmray.models.encoders.text import build_text_tower
 from mmray.models.encoders.video import FrameEncoder, VideoMae
-from mmray.models.protocol import PRETRAINED, Model, Outputs, WeightSource
+from mmray.models.protocol import PRETRAINED, HeadScores, Outputs, WeightSource, class_scores
+from mmray.models.regions import LabelTexts, RegionHead, region_label_scores, region_logits
 from mmray.models.two_tower import Branch, Encoded, tower_configs
 
 if TYPE_CHECKING:
     from mmray.config.model_kinds import Towers as TowersConfig
+    from mmray.data.text.tokenizer import TextEncoder
+
+COLUMNS = {
+    "text": ("input_ids", "attention_mask"),
+    "image": ("image",),
+    "audio": ("audio", "num_samples"),
+    "video": ("video", "num_frames"),
+}
+"""Columns of a batch that the branch of a modality takes."""
 
 
-class Towers(PairHeads, Model):
-    """Text, audio and video branches, a learned temperature, and the configured heads on
-    cross-attention from texts to audio and video.
-
-    Forward takes a batch as a dict with texts (`input_ids`, `attention_mask`), `audio` int16 [B, N]
-    (mono, `model.inputs.audio_rate` samples per second), `video` uint8 [B, F, 3, S, S], their
-    lengths `num_samples` and `num_frames` int64 [B], and `has_text`, `has_audio` and `has_video`
-    bool [B]. It returns `text_embed`, `audio_embed` and `video_embed` [B, D], L2-normalized and 0
-    where a row lacks the modality, the scalar `logit_scale` and, with heads, `media_embed_sum` [B,
-    D], `class_logits` [B, C], `match` and `match_negative` [B]. An embedding is the projected mean
-    over tokens, steps of audio or frames. A model may lack audio (`audio_rate` 0) or video
-    (`frames` 0).
+class Towers(MultiEncoder):
+    """A text branch, and an image branch or branches for audio and video; a learned temperature;
+    and the configured heads: of matching and classification on cross-attention from texts to the
+    other modalities, and of regions on the feature map of an image.
 
     Args:
         spec: The `model` section, of kind `towers`.
         vocab_size: Rows of the token embedding, without pretrained weights.
+
+    Attributes:
+        cross: The cross-attention, whose features [B, W] of pairs the next two heads read; None
+            without them.
+        match_head: To the logit [B, 1] that a text and the other modalities of its row match, or
+            None.
+        class_head: To the logits [B, C] of the classes of the pair, or None.
+        region_head: From feature maps and boxes to the embeddings of the boxes, or None.
+        label_texts: Names of the labels of boxes; None without the region head.
     """
+
+    text: Branch
+    image: Branch
 
     def __init__(
         self, spec: TowersConfig, vocab_size: int, source: WeightSource = PRETRAINED
     ) -> None:
-        super().__init__()
         inputs = spec.inputs
-        text = build_text_tower(
-            spec.text, vocab_size, inputs.max_tokens, source, inputs.language_token
-        )
-        self.has_heads = bool(spec.matching or spec.classes)
-        self.text = Branch(text, spec.embed_dim, self.has_heads)
-        widths = {}
-        self.audio: Branch | None = None
-        self.video: Branch | None = None
-        if inputs.audio_rate:
-            tower = (
-                AudioTransformer(spec.audio, inputs.audio_rate)
-                if spec.audio.weights == "none"
-                else build_pretrained_audio(spec.audio, inputs, source)
-            )
-            self.audio = Branch(tower, spec.embed_dim, self.has_heads)
-            widths["audio"] = tower.width
-        if inputs.frames:
-            frames = (
-                FrameEncoder(spec, source)
-                if spec.video.weights == "none"
-                else VideoMae(spec.video, inputs, source)
-            )
-            self.video = Branch(frames, spec.embed_dim, self.has_heads, inputs)
-            widths["video"] = frames.width
-        self.log_scale = nn.Parameter(torch.tensor(-math.log(spec.temperature)))
-        if self.has_heads:
-            self.add_heads(spec, CrossEncoder(spec.cross, widths, text.width))
+        has_pairs = bool(spec.matching or spec.classes)
+        with_features = has_pairs or inputs.max_boxes > 0
+        branches: dict[str, Branch] = {}
+        for name, tower in _build_towers(spec, vocab_size, source):
+            pixels = inputs if name in ("image", "video") else None
+            branches[name] = Branch(tower, spec.embed_dim, pixels, with_features)
+        super().__init__(branches, spec)
+        widths = {name: branch.tower.width for name, branch in branches.items()}
+        text_width = widths.pop("text")
+        self.cross: CrossEncoder | None = None
+        if has_pairs:
+            num_positions = 0
+            if "image" in branches:
+                num_positions = branches["image"].tower.num_positions(inputs.image_side)
+            self.cross = CrossEncoder(spec.cross, widths, text_width, num_positions)
+        width = spec.cross.width
+        self.match_head = nn.Linear(width, 1) if spec.matching else None
+        self.class_head = nn.Linear(width, spec.classes) if spec.classes else None
+        self.region_head: RegionHead | None = None
+        self.label_texts: LabelTexts | None = None
+        if inputs.max_boxes:
+            self.region_head = RegionHead(widths["image"], spec.embed_dim)
+            ids = [[n % vocab_size] for n in range(len(spec.region_labels))]  # without a tokenizer
+            token_ids = None if source.pretrained else source.saved.get("labels", ids)
+            self.label_texts = LabelTexts(spec.region_labels, token_ids)
 
     def forward(self, batch: Batch) -> Outputs:
-        """Embed the modalities of rows.
+        """Embed the modalities of rows, and compute the heads.
 
         Args:
-            batch: `input_ids` and `attention_mask` int64 [B, T]; `audio` int16 [B, N] (mono,
-                `model.inputs.audio_rate` samples per second) and `num_samples` int64 [B]; `video`
-                uint8 [B, F, 3, S, S] and `num_frames` int64 [B]; `has_text`, `has_audio` and
-                `has_video` bool [B]. Columns of a modality that the model does not take may be
+            batch: `input_ids` and `attention_mask` int64 [B, T]. Of a model of images: `image`
+                uint8 [B, 3, S, S], and with a region head optionally `boxes` [B, N, 4], (left, top,
+                right, bottom) in fractions of the input image. Of a model of clips: `audio` int16
+                [B, N] (mono, `model.inputs.audio_rate` samples per second) and `num_samples` int64
+                [B]; `video` uint8 [B, F, 3, S, S] and `num_frames` int64 [B]; `has_text`,
+                `has_audio` and `has_video` bool [B]; the columns of a modality that it lacks may be
                 absent. Optional: `negative_ids` and `negative_mask` int64 [B, T], texts that do not
                 match.
 
         Returns:
-            `text_embed`, `audio_embed` and `video_embed` [B, D], L2-normalized, 0 for a missing
-            modality; and the scalar `logit_scale`. With heads also `media_embed_sum` [B, D], the
-            sum of the embeddings of audio and video; `class_logits` [B, C] with a classification
-            head; and with a matching head and negatives `match` and `match_negative` [B], the
-            logits that a row matches its own and its negative text.
+            `text_embed`, and `image_embed` or `audio_embed` and `video_embed` [B, D],
+            L2-normalized, 0 for a missing modality; the scalar `logit_scale` and, if configured,
+            `logit_bias`. With a classification head `class_logits` [B, C]; with a matching head and
+            negatives `match` and `match_negative` [B], the logits that a row matches its own and
+            its negative text; with either head, of clips also `media_embed_sum` [B, D], the sum of
+            the embeddings of audio and video. With boxes `region_logits` [B, N, C].
         """
         encoded = self._encode(batch)
         outputs: Outputs = {}
         for name, result in encoded.items():
             embed = _embedding(result)
-            outputs[f"{name}_embed"] = embed * batch[f"has_{name}"][:, None].to(embed.dtype)
-        if self.has_heads:
+            if "has_text" in batch:
+                embed = embed * batch[f"has_{name}"][:, None].to(embed.dtype)
+            outputs[f"{name}_embed"] = embed
+        if self.cross is not None and "has_text" in batch:
             media = [embed for name, embed in outputs.items() if name != "text_embed"]
             outputs["media_embed_sum"] = torch.stack(media).sum(dim=0)
-            features, masks = _media_features(encoded)
-            mask = batch["attention_mask"] * batch["has_text"][:, None]
-            outputs |= self.head_outputs(
-                features, encoded["text"].features, batch | {"attention_mask": mask}, masks
-            )
-        return outputs | {"logit_scale": self.log_scale.exp()}
+        matches = self.match_head is not None and "negative_ids" in batch
+        if self.class_head is not None or matches:
+            pair = self._pair(encoded, batch.get("has_text"))
+        if self.class_head is not None:
+            outputs["class_logits"] = self.class_head(pair)
+        if self.match_head is not None and matches:
+            text = self.text(batch["negative_ids"], batch["negative_mask"])
+            negative = self._pair(encoded | {"text": text})
+            outputs["match"] = self.match_head(pair).squeeze(1)
+            outputs["match_negative"] = self.match_head(negative).squeeze(1)
+        if self.region_head is not None and "boxes" in batch:
+            image = encoded["image"].features
+            outputs["region_logits"] = self.classify_regions(image, batch["boxes"])
+        return outputs | self.scalar_outputs()
+
+    def embed(self, modality: str, *columns: Tensor) -> Tensor:
+        """Return the L2-normalized embeddings [B, D] of a modality; arbitrary for a row without.
+
+        Args:
+            modality: One of `modalities`.
+            columns: Those that COLUMNS has for it.
+        """
+        return _embedding(self.get_submodule(modality)(*columns))
 
     def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return the L2-normalized embeddings [B, D] of captions."""
-        return _embedding(self.text(input_ids, attention_mask))
+        return self.embed("text", input_ids, attention_mask)
 
-    def embed_audio(self, audio: Tensor, num_samples: Tensor) -> Tensor:
-        """Return the L2-normalized embeddings [B, D] of audio; arbitrary for a row without."""
-        assert self.audio is not None, "the model has no audio"
-        return _embedding(self.audio(audio, num_samples))
-
-    def embed_video(self, video: Tensor, num_frames: Tensor) -> Tensor:
-        """Return the L2-normalized embeddings [B, D] of videos; arbitrary for a row without."""
-        assert self.video is not None, "the model has no video"
-        return _embedding(self.video(video, num_frames))
+    def embed_image(self, image: Tensor) -> Tensor:
+        return self.embed("image", image)
 
     def embed_pair(self, batch: Batch) -> Tensor:
-        """Return the features [B, W] of texts with their audio and video, which the heads read;
-        each row has a text.
+        """Return the features [B, W] of texts with the other modalities of their rows, which the
+        heads of matching and classification read.
         """
-        encoded = self._encode(batch)
-        features, masks = _media_features(encoded)
-        return self.cross(features, encoded["text"].features, batch["attention_mask"], masks)
+        return self._pair(self._encode(batch), batch.get("has_text"))
+
+    def classify_regions(
+        self, features: Tensor, boxes: Tensor, texts: Tensor | None = None
+    ) -> Tensor:
+        """Return the logits [B, N, C] of texts for boxes of images.
+
+        Args:
+            features: Features of the images that the image branch returned.
+            boxes: [B, N, 4], (left, top, right, bottom) in fractions of the input image.
+            texts: Embeddings [C, D]; None: those of the names in `model.region_labels`.
+        """
+        assert self.region_head is not None and self.label_texts is not None
+        regions = self.region_head(self.image.tower.grid(features), boxes)
+        named = None
+        if texts is None:
+            texts = self.embed_text(*self.label_texts.tokens())
+            named = self.label_texts.named
+        return region_logits(regions, texts, self.log_scale.exp(), named)
 
     def _encode(self, batch: Batch) -> dict[str, Any]:
         """Return the results of the branches by modality."""
-        encoded = {"text": self.text(batch["input_ids"], batch["attention_mask"])}
-        if self.audio is not None:
-            encoded["audio"] = self.audio(batch["audio"], batch["num_samples"])
-        if self.video is not None:
-            encoded["video"] = self.video(batch["video"], batch["num_frames"])
+        encoded = {}
+        for name in self.modalities:
+            columns = [batch[column] for column in COLUMNS[name]]
+            encoded[name] = self.get_submodule(name)(*columns)
         return encoded
 
-    def branches(self) -> dict[str, nn.Module]:
-        """Return the modules that embed texts, audio and video, under `text`, `audio` and `video`,
-        and the cross-attention of the heads, under `cross`; without those that the model lacks.
-        """
-        cross = self.cross if self.has_heads else None
-        branches = {"text": self.text, "audio": self.audio, "video": self.video, "cross": cross}
-        return {name: branch for name, branch in branches.items() if branch is not None}
+    def _pair(self, encoded: dict[str, Encoded], has_text: Tensor | None = None) -> Tensor:
+        """Return the features [B, W] of each text with the other modalities of its row.
 
-    @torch.no_grad()
-    def clamp_parameters(self) -> None:
-        self.log_scale.clamp_(min=0.0, max=MAX_LOG_SCALE)
+        Args:
+            encoded: Results of the branches by modality.
+            has_text: bool [B], False for rows without text; None: all have one.
+        """
+        assert self.cross is not None
+        media = dict(encoded)
+        text = media.pop("text")
+        if has_text is not None and text.mask is not None:
+            text = text._replace(mask=text.mask * has_text[:, None])
+        return self.cross(media, text)
+
+    def use_tokenizer(self, encoder: TextEncoder) -> None:
+        if self.label_texts is not None and self.label_texts.token_ids is None:
+            self.label_texts.tokenize(encoder)
+
+    def head_scores(self, batch: Batch) -> dict[str, HeadScores]:
+        if self.class_head is None and self.label_texts is None:
+            return {}
+        outputs = self.forward(batch)
+        scores = class_scores(outputs, batch)
+        if self.label_texts is not None and "boxes" in batch:
+            logits = outputs["region_logits"]
+            scores["regions"] = region_label_scores(logits, batch, self.label_texts)
+        return scores
+
+    def branches(self) -> dict[str, nn.Module]:
+        cross = {} if self.cross is None else {"cross": self.cross}
+        return super().branches() | cross
 
     def architecture(self) -> dict[str, Any]:
-        towers: dict[str, nn.Module] = {"text": self.text.tower}
-        if self.audio is not None:
-            towers["audio"] = self.audio.tower
-        if self.video is not None:
-            tower = self.video.tower
-            if isinstance(tower, FrameEncoder):
-                towers["image"] = tower.image
-            else:
-                towers["video"] = tower
-        return tower_configs(towers)
+        branches: dict[str, Any] = super().branches()
+        towers = {name: branch.tower for name, branch in branches.items()}
+        video = towers.get("video")
+        if isinstance(video, FrameEncoder):
+            towers["image"] = video.image
+        labels = {} if self.label_texts is None else {"labels": self.label_texts.token_ids}
+        return tower_configs(towers) | labels
 
 
-def _media_features(encoded: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the features and the masks of audio and video, from the results of the branches."""
-    media = {name: result for name, result in encoded.items() if name != "text"}
-    features = {name: result.features for name, result in media.items()}
-    masks = {name: result.mask for name, result in media.items()}
-    return features, masks
+def _build_towers(
+    spec: TowersConfig, vocab_size: int, source: WeightSource
+) -> Iterator[tuple[str, Any]]:
+    """Yield each modality of the settings and its encoder, which is built when it is requested."""
+    inputs = spec.inputs
+    yield (
+        "text",
+        build_text_tower(spec.text, vocab_size, inputs.max_tokens, source, inputs.language_token),
+    )
+    if not inputs.clip_s:
+        yield "image", build_image_tower(spec.image, inputs.image_side, spec.batch_norm, source)
+        return
+    if inputs.audio_rate and spec.audio.weights == "none":
+        yield "audio", AudioTransformer(spec.audio, inputs.audio_rate)
+    elif inputs.audio_rate:
+        yield "audio", build_pretrained_audio(spec.audio, inputs, source)
+    if inputs.frames and spec.video.weights == "none":
+        yield "video", FrameEncoder(spec, source)
+    elif inputs.frames:
+        yield "video", VideoMae(spec.video, inputs, source)
 
 
 def _embedding(result: Encoded | Tensor) -> Tensor:

@@ -48,14 +48,18 @@ class Branch(nn.Module):
             normalized pixels, `encode` its result, and `pool` that of `encode`. Others are called
             with (media, lengths) and return features [B, N, width] and their mask int64 [B, N].
         embed_dim: Size D of the embeddings.
-        with_features: Return `Encoded` with the features of each position too. Branches that return
-            one tensor can run as CUDA graphs.
         inputs: The `model.inputs` section, for mean and standard deviation of pixels; None: the
             branch takes no pixels.
+        with_features: Return `Encoded` with the features of each position too. Branches that return
+            one tensor can run as CUDA graphs.
     """
 
     def __init__(
-        self, tower: Any, embed_dim: int, with_features: bool, inputs: Inputs | None = None
+        self,
+        tower: Any,
+        embed_dim: int,
+        inputs: Inputs | None = None,
+        with_features: bool = False,
     ) -> None:
         super().__init__()
         self.pixels: nn.Module | None = None
@@ -93,13 +97,12 @@ class TwoTower(DualEncoder):
     D], L2-normalized, the scalar `logit_scale` and, if configured, the scalar `logit_bias`.
 
     Args:
-        spec: The `model` section, of kind `two_tower` or `fusion`.
+        spec: The `model` section, of kind `two_tower`.
         vocab_size: Rows of the token embedding, without pretrained weights.
     """
 
     image: Branch
     text: Branch
-    with_features = False  # argument of the branches
 
     def __init__(
         self, spec: TowerModel, vocab_size: int, source: WeightSource = PRETRAINED
@@ -110,8 +113,8 @@ class TwoTower(DualEncoder):
             spec.text, vocab_size, inputs.max_tokens, source, inputs.language_token
         )
         super().__init__(
-            Branch(image, spec.embed_dim, self.with_features, inputs),
-            Branch(text, spec.embed_dim, self.with_features),
+            Branch(image, spec.embed_dim, inputs),
+            Branch(text, spec.embed_dim),
             spec,
         )
 

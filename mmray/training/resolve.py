@@ -4,7 +4,6 @@ batch and steps.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -328,8 +327,8 @@ def describe_long_texts(config: Config, sets: Sequence[PreparedSet]) -> str | No
     """Describe how many texts are about more than `clip_s` seconds of audio or video, counted in
     MAX_SAMPLED_ROWS rows at equal distances; None without such a text.
     """
-    clip_s = getattr(config.model.inputs, "clip_s", math.inf)
-    if clip_s == math.inf:
+    clip_s = getattr(config.model.inputs, "clip_s", 0)
+    if not clip_s:
         return None
     lengths = []
     for each in sets:

@@ -180,7 +180,7 @@ def _plan(
     if missing or config.model.takes_clips:
         raise UsageError(
             f"--weights {weights}: a model of kind {config.model.kind} does not embed one image "
-            "and its caption; use weights of clip, siglip, two_tower or fusion"
+            "and its caption; use weights of clip, siglip, two_tower or towers of images"
         )
     images = synthetic_batch(config.model.inputs, vocab_size=1, rows=2, device="cpu")["image"]
     with torch.no_grad():

@@ -19,7 +19,7 @@ from mmray.builtin import (
 )
 from mmray.config.data import Mixture, parse_captions
 from mmray.config.model import Lora, model_section
-from mmray.config.model_kinds import Towers, Vlm
+from mmray.config.model_kinds import PAIRS, Towers, Vlm
 from mmray.config.recipes import RECIPES
 from mmray.data.store.manifest import Manifest, read_manifest, text_columns
 from mmray.data.store.row_columns import column_types
@@ -33,7 +33,7 @@ from mmray.storage.paths import to_path
 if TYPE_CHECKING:
     from mmray.config import Config
 
-# objective: head of `fusion` or `towers`, and the flags with which the model has it, and has not
+# objective: head of `towers`, and the flags with which the model has it, and has not
 HEADS = {
     "matching": ("matching", "--model.matching True", "--model.matching False"),
     "clip_matching": ("matching", "--model.matching True", "--model.matching False"),
@@ -268,24 +268,26 @@ def objective_reasons(config: Config) -> list[str]:
     Classes of the user are checked later, by a synthetic step before the first one.
     """
     model: Any = config.model
-    kind = model.kind
+    kind = f"`{model.kind}`"
+    if isinstance(model, Towers):
+        kind += f" of {', '.join(model.modalities)} (model.inputs.clip_s, frames, audio_rate)"
+    usable = model.usable_objectives
     terms = config.objective.terms
     reasons = list[str]()
-    if not model.objectives:
+    if not usable:
         return reasons
-    if model.inputs.max_boxes and "region_text" not in model.objectives:
+    if model.inputs.max_boxes and "region_text" not in usable:
         reasons.append(
-            f"model.inputs.max_boxes: model.kind `{kind}` reads no boxes; set "
-            "--model.inputs.max-boxes 0, or --model.kind fusion"
+            f"model.inputs.max_boxes: model.kind {kind} reads no boxes; set "
+            "--model.inputs.max-boxes 0, or take the recipe fusion"
         )
     for term in terms:
         head, flag, _ = HEADS.get(term, ("", "", ""))
-        if ":" not in term and term not in model.objectives:
+        if ":" not in term and term not in usable:
             kinds = [known for known in KINDS if term in model_section(known).objectives]
             reasons.append(
                 f"objective {term} is for model.kind {', '.join(f'`{known}`' for known in kinds)}, "
-                f"not `{kind}`; set --objective.kind, such as {model.objectives[0]}, or "
-                "--model.kind"
+                f"not {kind}; set --objective.kind, such as {usable[0]}, or --model.kind"
             )
         elif head and not getattr(model, head):
             reasons.append(f"objective {term} needs a head; set {flag}")
@@ -294,53 +296,33 @@ def objective_reasons(config: Config) -> list[str]:
                 "objective sigmoid needs a bias of the scores; set --model.logit-bias, "
                 "for example -10"
             )
-    if isinstance(model, Towers):
-        reasons += _towers_reasons(model, terms)
     if config.optimizer.freeze or model.lora.rank or any(":" in term for term in terms):
         return reasons  # weights without gradient may be frozen, or trained by the user's objective
+    if isinstance(model, Towers) and not reasons:
+        reasons += _untrained_branches(model, terms)
     for term, (head, _, off) in HEADS.items():
-        if term in model.objectives and getattr(model, head) and term not in terms:
+        if term in usable and getattr(model, head) and term not in terms:
             advice = f"add `+ {term}` to --objective.kind, or set {off}"
             reasons.append(f"the head of {term}: no objective trains it; {advice}")
     if getattr(model, "logit_bias", None) is not None and "sigmoid" not in terms:
         reasons.append(
             "model.logit_bias: only objective sigmoid trains it; set --model.logit-bias None"
         )
-    if "contrastive" not in model.objectives:
-        return reasons
-    if "cross" in model.branches and not {"matching", "classification"} & terms.keys():
-        reasons.append(
-            f"model.kind `{kind}`: no objective trains its cross-attention; add `+ matching`"
-        )
-    if terms.keys() <= HEADS.keys():
-        reasons.append(
-            f"objective.kind: `{config.objective.kind}` does not train the embeddings of images "
-            "and texts; add `+ contrastive`"
-        )
     return reasons
 
 
-def _towers_reasons(model: Towers, terms: dict[str, float]) -> list[str]:
-    """Return why objectives over pairs of modalities cannot train the branches of a model."""
-    pairs = {
-        term: set(term.split("_"))
-        for term in terms
-        if term in model.objectives and term not in HEADS
-    }
-    reasons = [
-        f"objective {term} needs {' and '.join(sorted(pair))}, and the model has "
-        f"{', '.join(model.modalities)} (model.inputs.frames, audio_rate); leave it out"
-        for term, pair in pairs.items()
-        if not pair.issubset(model.modalities)
+def _untrained_branches(model: Towers, terms: Mapping[str, float]) -> list[str]:
+    """Return why objectives over pairs of modalities do not train all branches of a model."""
+    trained = [PAIRS[term] for term in terms if term in PAIRS]
+    untrained = set(model.modalities).difference(*trained)
+    if not untrained:
+        return []
+    pair = next(name for name in model.usable_objectives if untrained & {*PAIRS[name]})
+    switch = ", or switch it off with model.inputs.frames 0 or audio_rate 0"
+    return [
+        f"objective.kind: no objective trains the branch {', '.join(sorted(untrained))}; add one "
+        f"of its pairs, for example `+ {pair}`{switch if model.takes_clips else ''}"
     ]
-    untrained = set(model.modalities).difference(*pairs.values())
-    if not any(":" in term for term in terms) and untrained and not reasons:
-        reasons.append(
-            f"objective.kind: no objective trains the branch {', '.join(sorted(untrained))}; add "
-            "one of its pairs, for example `+ audio_video`, or switch it off with "
-            "model.inputs.frames 0 or model.inputs.audio_rate 0"
-        )
-    return reasons
 
 
 def evaluation_reasons(config: Config, is_trained: bool = False) -> list[str]:

@@ -25,7 +25,15 @@ from mmray.models.build import build, build_on
 from mmray.models.protocol import saved_layers
 from mmray.models.synthetic import synthetic_batch
 from tests.engine import toy
-from tests.gpu.device_checks import IMAGE, INPUTS, MODELS, TEXT, TOWERS, VOCAB  # noqa: F401 - for other tests
+from tests.gpu.device_checks import (  # noqa: F401 - for other tests
+    IMAGE,
+    IMAGE_INPUTS,
+    INPUTS,
+    MODELS,
+    TEXT,
+    TOWERS,
+    VOCAB,
+)
 
 ROWS, STEPS = 8, 2
 WITH_DROPOUT = config.TwoTower(

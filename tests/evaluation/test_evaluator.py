@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmray.config import Config, Data, Evaluate, Fusion, Inputs, TwoTower
+from mmray.config import Config, Data, Evaluate, Inputs, Towers, TwoTower
 from mmray.console.tables import interpolation_table
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.region_labels import match_classes
@@ -335,7 +335,7 @@ def test_classification_head_and_zero_shot_are_scored(tmp_path: Path, world: int
     others = [each if each.label is None else replace(each, label=2 - each.label) for each in rows]
     reversed_set = make_set(tmp_path / "reversed", others)
     named = replace(reversed_set.manifest, class_names=classes[::-1])
-    run = Fusion(classes=3, class_names=classes)
+    run = Towers(classes=3, class_names=classes)
     matched = match_classes(run, PreparedSet(reversed_set.folder, named))
     assert of_the_set == score(matched, Labeled, prompts=prompts)
     model, encoder = Labeled().eval(), TextEncoder(held_out.tokenizer_json or "", INPUTS.max_tokens)

@@ -34,6 +34,7 @@ from mmray.engine.run_state import LoadCheckpointFn
 VOCAB = 40
 SHAPE = {"width": 16, "depth": 1, "heads": 2}
 INPUTS = config.Inputs(image_side=16, max_tokens=6)
+IMAGE_INPUTS = config.ClipInputs(**dict(INPUTS), clip_s=0)
 IMAGE = config.ClipImage(**SHAPE, patch=8)
 TEXT = config.ClipText(**SHAPE)
 TOWERS = {
@@ -44,8 +45,13 @@ MODELS: dict[str, tuple[config.Model, str]] = {
     "clip": (config.Clip(inputs=INPUTS, image=IMAGE, text=TEXT, embed_dim=8), "contrastive"),
     "siglip": (config.Siglip(inputs=INPUTS, image=IMAGE, text=TEXT), "sigmoid"),
     "fusion": (
-        config.Fusion(
-            inputs=INPUTS, **TOWERS, cross=config.CrossAttention(**SHAPE), embed_dim=8, classes=3
+        config.Towers(
+            inputs=IMAGE_INPUTS,
+            **TOWERS,
+            cross=config.CrossAttention(**SHAPE),
+            embed_dim=8,
+            matching=True,
+            classes=3,
         ),
         "contrastive + 0.5 * matching + classification",
     ),

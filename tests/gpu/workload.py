@@ -36,8 +36,8 @@ def recipe(name: str, device: torch.device, **train: Any) -> Config:
     """Return a recipe (a complete config) for one worker; on a CPU with a tiny model.
 
     Args:
-        name: Name of a built-in recipe, such as `clip`; on a CPU one of kind `clip`, `siglip`,
-            `fusion` or `two_tower`.
+        name: Name of a built-in recipe, such as `clip`; on a CPU one of kind `clip`, `siglip`
+            or `two_tower`.
         device: The device of the worker.
         train: Fields of the section `train` to change, such as `precision="bf16"`.
     """

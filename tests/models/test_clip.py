@@ -139,8 +139,8 @@ def test_models_that_open_clip_lacks_are_not_exported_to_it(tmp_path: Path) -> N
     values = spec.model_copy(update={"vocab_size": VOCAB}).model_dump(mode="json")
     with pytest.raises(UsageError, match=r"timm has no SigLIP image encoder with .* patches of 8"):
         export(model, values, TOKENIZER, tmp_path / "m", format="open_clip")
-    with pytest.raises(UsageError, match=r"open_clip has no model like this one of kind fusion"):
-        export(model, values | {"kind": "fusion"}, TOKENIZER, tmp_path / "m", format="open_clip")
+    with pytest.raises(UsageError, match=r"open_clip has no model like this one of kind towers"):
+        export(model, values | {"kind": "towers"}, TOKENIZER, tmp_path / "m", format="open_clip")
     assert not list(tmp_path.iterdir())
 
 

@@ -190,7 +190,9 @@ def test_invalid_input_is_named(exported: Exported, tmp_path: Path) -> None:
         UsageError, match=r"model is an export of kind two_tower, .* mmray evaluate RUN --data SET"
     ):
         pretrained_settings(str(exported[2]))
-    with pytest.raises(UsageError, match="no class_head; train a model of kind `fusion`"):
+    with pytest.raises(
+        UsageError, match=r"no class_head; train one of kind `towers` with model\.classes"
+    ):
         loaded.classify([good], ["a"])
 
 

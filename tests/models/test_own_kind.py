@@ -33,7 +33,7 @@ def test_added_kind_has_settings_flags_and_checks(pixel_means):
     assert config.model.embed_dim == 8 and unsupported_reasons(config) == []
     assert from_yaml(to_yaml(config), "run.yaml") == config
     matching = config.replace(objective=config.objective.replace(kind="matching"))
-    assert "is for model.kind `fusion`, not `pixel_means`" in unsupported_reasons(matching)[0]
+    assert "is for model.kind `towers`, not `pixel_means`" in unsupported_reasons(matching)[0]
 
 
 def test_added_kind_is_trained_and_exported(pixel_means, tmp_path):

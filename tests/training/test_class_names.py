@@ -37,13 +37,12 @@ def colored(folder: Path, names: tuple[str, ...], with_held_out: bool = True) ->
 
 
 def config_of(data: str, storage: Path, **changes: object) -> settings.Config:
-    model = settings.Fusion(
-        inputs=settings.Inputs(image_side=16, fit="squash", max_tokens=8),
+    model = settings.Towers(
+        inputs=settings.ClipInputs(image_side=16, fit="squash", max_tokens=8, clip_s=0),
         image=settings.ImageTower(name="convnet", width=16, depth=2),
         text=settings.TextTower(width=16, depth=1, heads=2),
         cross=settings.CrossAttention(width=16, depth=1, heads=2),
         embed_dim=16,
-        matching=False,
         classes=3,
     )
     return settings.Config(

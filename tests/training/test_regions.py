@@ -42,11 +42,14 @@ def instances(folder: Path, count: int = 80) -> Path:
 
 def config_of(source: Path, storage: Path) -> settings.Config:
     return settings.Config(
-        model=settings.Fusion(
-            inputs=settings.Inputs(image_side=48, fit="squash", max_tokens=12, max_boxes=4),
+        model=settings.Towers(
+            inputs=settings.ClipInputs(
+                image_side=48, fit="squash", max_tokens=12, max_boxes=4, clip_s=0
+            ),
             image=settings.ImageTower(name="convnet", width=16, depth=2),
             text=settings.TextTower(width=32, depth=1, heads=2),
             cross=settings.CrossAttention(width=16, depth=1, heads=2),
+            matching=True,
             embed_dim=32,
         ),
         objective=settings.Objective(kind="contrastive + matching + region_text"),

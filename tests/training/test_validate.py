@@ -14,15 +14,16 @@ from mmray.config import (
     Batch,
     Clip,
     ClipImage,
+    ClipInputs,
     ClipText,
     Config,
     CrossAttention,
-    Fusion,
     ImageTower,
     Inputs,
     Lora,
     Objective,
     TextTower,
+    Towers,
     TwoTower,
     recipes,
 )
@@ -91,14 +92,29 @@ VLM = {"recipe": "vlm", "workers": 2}
         (float8(compile="none"), "set --train.compile inductor or --train.float8 none"),
         (float8() | {"cluster": {"accelerator": "cpu"}}, "train.float8 needs GPUs"),
         (VLM | {"evaluate": {"classes": ("cat", "dog")}}, "`vlm` has no embeddings"),
-        ({"objective": {"kind": "region_text"}}, "for model.kind `fusion`, not `two_tower`"),
+        ({"objective": {"kind": "region_text"}}, "for model.kind `towers`, not `two_tower`"),
         ({"objective": {"kind": "sigmoid"}}, "set --model.logit-bias"),
         ({"model": {"logit_bias": -10.0}}, "set --model.logit-bias None"),
         (
             {"recipe": "fusion", "objective": {"kind": "contrastive"}},
             "add `+ matching` to --objective.kind, or set",
         ),
-        ({"recipe": "fusion", "objective": {"kind": "matching"}}, "add `+ contrastive`"),
+        ({"recipe": "fusion", "objective": {"kind": "matching"}}, "example `+ contrastive`"),
+        (
+            {"recipe": "fusion", "objective": {"kind": "audio_text"}},
+            "audio_text is for model.kind `towers`, not `towers` of text, image (model.inputs",
+        ),
+        (
+            {"recipe": "sample-av", "objective": {"kind": "audio_text"}},
+            "trains the branch video; add one of its pairs, for example `+ video_text`, or switch",
+        ),
+        (
+            {
+                "recipe": "sample-av",
+                "model": {"inputs": recipes.load("sample-av").model.inputs.replace(max_boxes=2)},
+            },
+            "audio_rate) reads no boxes",
+        ),
         ({"recipe": "sample-av", "model": {"matching": True}}, "add `+ clip_matching`"),
         ({"recipe": "sample-av", "model": {"logit_bias": -10.0}}, "set --model.logit-bias None"),
         (
@@ -232,7 +248,7 @@ def clip(weights="none", **image):
         (clip(patch=12), r"model\.image\.patch: patches of 12 pixels"),
         (clip("pretrained"), r"model\.weights: `pretrained` names no weights"),
         (
-            Fusion(cross=CrossAttention(width=16, heads=3)),
+            Towers(cross=CrossAttention(width=16, heads=3), matching=True),
             r"model\.cross\.heads: 3 heads do not divide",
         ),
     ],
@@ -329,6 +345,7 @@ def test_settings_that_weights_override_pass():
     assert tower("resnet18", "frozen", weights="w.pth", heads=3).unsupported_reasons() == []
 
 
+IMAGES = ClipInputs(**dict(INPUTS), clip_s=0)
 OBJECTIVES = (
     "contrastive", "sigmoid", "matching", "classification", "region_text", "language_modelling",
     "contrastive + sigmoid", "contrastive + matching", "sigmoid + matching",
@@ -343,14 +360,14 @@ OBJECTIVES = (
     [
         ("two_tower", {}, ["contrastive"]),
         ("two_tower", {"logit_bias": -10.0}, ["sigmoid", "contrastive + sigmoid"]),
-        ("fusion", {"matching": False}, []),
+        ("fusion", {"matching": False}, ["contrastive"]),
         ("fusion", {}, ["contrastive + matching"]),
         ("fusion", {"logit_bias": -10.0}, ["sigmoid + matching"]),
         ("fusion", {"matching": False, "classes": 3}, ["contrastive + classification"]),
         ("fusion", {"classes": 3}, ["contrastive + matching + classification"]),
         (
             "fusion",
-            {"inputs": INPUTS.replace(max_boxes=2), "region_labels": ("a", "b")},
+            {"inputs": IMAGES.replace(max_boxes=2), "region_labels": ("a", "b")},
             ["contrastive + matching + region_text"],
         ),
     ],
@@ -358,15 +375,15 @@ OBJECTIVES = (
 def test_validation_and_dry_run_support_the_same_objectives(kind, settings, supported):
     towers = {"image": ImageTower(name="vit", **VIT), "text": TEXT, "embed_dim": 8}
     if kind == "fusion":
-        spec = Fusion(
-            **{"inputs": INPUTS} | towers | settings,
+        spec = Towers(
+            **{"inputs": IMAGES, "matching": True} | towers | settings,
             cross=CrossAttention(width=16, depth=1, heads=2),
             vocab_size=20,
         )
     else:
         spec = TwoTower(**towers, inputs=INPUTS, vocab_size=20, **settings)
     model = build(spec, 20)
-    if getattr(spec, "regions", False):
+    if spec.regions:
         model.label_texts._set([[1, 2], [3]])
     early, late = [], []
     for name in OBJECTIVES:

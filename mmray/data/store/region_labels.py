@@ -35,7 +35,7 @@ def with_region_labels(
         UsageError: The sets have no names, different ones, or a label of MAX_LABELS (20,000) or
             more.
     """
-    if not getattr(model, "regions", False) or model.region_labels:
+    if not model.regions or model.region_labels:
         return model
     labels = _merge_label_names(train_sets)
     address = train_sets[0].folder

@@ -45,7 +45,7 @@ def _transform_reasons(config: Config) -> list[str]:
     train = config.train
     model: Any = config.model
     reasons = []
-    has_regions = getattr(model, "regions", False)
+    has_regions = model.regions
     if train.deterministic and has_regions and config.cluster.accelerator != "cpu":
         reasons.append(
             "train.deterministic: on a GPU the gradient of regions (roi_align) is not "

@@ -1,5 +1,5 @@
 """Image encoders ("towers"): normalized pixels -> features [B, width], or a feature map (for
-fusion.py).
+towers.py).
 """
 
 from __future__ import annotations

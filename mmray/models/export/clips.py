@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,10 @@ class ClipEmbedder(Embedder):
 
         return self._in_batches(embed, batch, images)
 
-    def _branch(self, name: str) -> Any:
-        if getattr(self.model, name) is None:
+    def _branch(self, name: str) -> Callable[..., Tensor]:
+        if name not in self.model.modalities:
             raise UsageError(f"this model has no {name}: it was trained without")
-        return getattr(self.model, f"embed_{name}")
+        return partial(self.model.embed, name)
 
     def _pair_features(self, start: int, images: Sequence[Any], tokens: Batch) -> Tensor:
         return self.model.embed_pair(self._clips(start, images, [None] * len(images)) | tokens)

@@ -345,7 +345,7 @@ def _model_card(
     """Return the text of the README.md of an exported model."""
     inputs = spec["inputs"]
     call = _IMAGE_CALL
-    if "clip_s" in inputs:
+    if inputs.get("clip_s"):
         kind = "audio" if inputs["audio_rate"] else "video"
         call = _MEDIA_CALL.format(kind=kind, seconds=inputs["clip_s"])
     card = _CARD.format(name=name, kind=spec["kind"], call=call)

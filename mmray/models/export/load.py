@@ -29,7 +29,7 @@ from mmray.models.export.export import CONFIG, TOKENIZER, WEIGHTS, from_hf_state
 from mmray.models.export.vlm import as_section, load_vlm, read_spec
 from mmray.models.open_clip import rename_to_hf
 from mmray.models.protocol import saved_layers
-from mmray.models.regions import boxes_on_square, region_logits
+from mmray.models.regions import boxes_on_square
 from mmray.storage.paths import AnyPath, local_copy, to_path
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
         device: Where the model computes, such as `cuda`.
 
     Returns:
-        An Embedder, with `embed_images` and `embed_texts`; for the kind `towers` a ClipEmbedder,
+        An Embedder, with `embed_images` and `embed_texts`; for a model of clips a ClipEmbedder,
         with `embed_audio` and `embed_video` too; for a vision-language model a Conversations, with
         `answer(messages, images)`.
 
@@ -78,7 +78,7 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
     in_hf_names = is_open_clip or "model_type" in config
     model.load_state_dict(from_hf_state(model, weights) if in_hf_names else weights)
     wrapper: Any = Embedder
-    if hasattr(spec.inputs, "clip_s"):
+    if getattr(spec.inputs, "clip_s", 0):
         from mmray.models.export.clips import ClipEmbedder
 
         wrapper = ClipEmbedder
@@ -152,8 +152,8 @@ class Embedder:
         """Return the probability that image i and text i match, from the matching head.
 
         Args:
-            images: N images: PIL images, encoded bytes or paths of files. For a model of kind
-                `towers` N encoded files of audio or video, or their paths.
+            images: N images: PIL images, encoded bytes or paths of files. For a model of
+                clips N encoded files of audio or video, or their paths.
 
         Returns:
             Probabilities, float32 [N] on the CPU.
@@ -175,8 +175,8 @@ class Embedder:
         """Return the probability of each class for pairs of an image and a caption.
 
         Args:
-            images: N images: PIL images, encoded bytes or paths of files. For a model of kind
-                `towers` N encoded files of audio or video, or their paths.
+            images: N images: PIL images, encoded bytes or paths of files. For a model of
+                clips N encoded files of audio or video, or their paths.
 
         Returns:
             Probabilities of the C classes of the training, float32 [N, C] on the CPU.
@@ -215,19 +215,16 @@ class Embedder:
         height, width = decode_image(0, image).shape[:2]
         pixels = self._pixels(0, [image])
         model_boxes = boxes_on_square(boxes, (width, height), self.inputs)[None].to(self.device)
-        if texts is None:
-            logits = self.model.classify_regions(pixels, model_boxes)
-        else:
-            regions = self.model.embed_regions(pixels, model_boxes)
-            text = self.embed_texts(texts).to(self.device)
-            logits = region_logits(regions, text, self.model.scalar_outputs()["logit_scale"])
+        embeds = None if texts is None else self.embed_texts(texts).to(self.device)
+        features = self.model.image(pixels).features
+        logits = self.model.classify_regions(features, model_boxes, embeds)
         return logits[0].softmax(dim=1).float().cpu()
 
     def _require_head(self, name: str, setting: str) -> Any:
         if (head := getattr(self.model, name, None)) is None:
             raise UsageError(
-                f"this model has no {name}; train a model of kind `fusion` with {setting}, or of "
-                "kind `towers` for audio and video"
+                f"this model has no {name}; train one of kind `towers` with {setting}, for images "
+                "with the recipe fusion"
             )
         return head
 
@@ -251,7 +248,7 @@ class Embedder:
 
     def _pair_features(self, start: int, images: Sequence[Any], tokens: Batch) -> Tensor:
         """Return the features of images and texts, which the heads read."""
-        return self.model.embed_pair(self._pixels(start, images), **tokens)
+        return self.model.embed_pair({"image": self._pixels(start, images)} | tokens)
 
     @torch.no_grad()
     def _in_batches(

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmray.config import Config, Fusion, TwoTower
+from mmray.config import Config, Towers, TwoTower
 from mmray.config.model import CustomModel
 from mmray.data.store.manifest import write_manifest
 from mmray.data.store.mixture import PreparedMixture
@@ -18,7 +18,7 @@ from mmray.errors import UsageError
 from mmray.evaluation.build import describe_code_names
 from tests.made import make_set, row
 
-MODEL = Fusion(classes=4)
+MODEL = Towers(classes=4)
 CUSTOM = CustomModel(kind="my.model:Model")
 
 
@@ -33,7 +33,7 @@ def labels(prepared: PreparedSet | PreparedMixture) -> list[int | None]:
 
 
 @pytest.mark.parametrize("model", [MODEL, CUSTOM])
-def test_sets_of_a_mixture_are_matched_by_name(tmp_path: Path, model: Fusion | CustomModel) -> None:
+def test_sets_of_a_mixture_are_matched_by_name(tmp_path: Path, model: Towers | CustomModel) -> None:
     one = labeled(tmp_path / "one", ("ant", "bee", "cat"), [0, 1, 2, None])
     two = labeled(tmp_path / "two", ("bee", "cat", "dog"), [0, 1, 2, -1])
     model = with_class_names(model, [one, two])
@@ -71,7 +71,7 @@ def test_classes_that_cannot_be_matched_are_refused_with_both_lists(tmp_path: Pa
     with pytest.raises(UsageError, match=r"others has the classes bee, elk.* are numbers "):
         match_classes(MODEL, others)
     with pytest.raises(UsageError, match=r"model.classes is 2, .*set --model.classes 3"):
-        with_class_names(Fusion(classes=2), [animals, others])
+        with_class_names(Towers(classes=2), [animals, others])
     twice = labeled(tmp_path / "twice", ("crane", "crane"), [0, 1])
     assert match_classes(with_class_names(MODEL, [twice]), twice) is twice
     with pytest.raises(UsageError, match="`crane` is the name of two"):
@@ -80,7 +80,7 @@ def test_classes_that_cannot_be_matched_are_refused_with_both_lists(tmp_path: Pa
 
 def test_models_without_classes_keep_the_labels_of_each_set(tmp_path: Path) -> None:
     animals = labeled(tmp_path / "animals", ("ant", "bee"), [0, 1])
-    for model in (Fusion(), TwoTower()):
+    for model in (Towers(), TwoTower()):
         assert with_class_names(model, [animals]) is model
         assert match_classes(model, animals) is animals
     custom = with_class_names(CUSTOM, [animals])

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mmray.config import Fusion, Inputs
+from mmray.config import ClipInputs, Towers
 from mmray.data.store.manifest import write_manifest
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.region_labels import match_classes, with_region_labels
@@ -17,7 +17,7 @@ from mmray.engine.bad_rows import quarantine_bad_rows
 from mmray.errors import DataError, UsageError
 from tests.made import make_set, row
 
-MODEL = Fusion(inputs=Inputs(max_boxes=4))
+MODEL = Towers(inputs=ClipInputs(max_boxes=4, clip_s=0))
 
 
 def named(folder: Path, names: dict[str, str], boxed: bool = True) -> PreparedSet:
@@ -36,7 +36,7 @@ def test_region_labels_default_to_names_of_the_sets(tmp_path: Path) -> None:
     assert with_region_labels(MODEL, [one, two], []).region_labels == ("", "cat", "", "", "dog")
     given = MODEL.model_copy(update={"region_labels": ("sky", "sea")})
     assert with_region_labels(given, [one], [two]).region_labels == ("sky", "sea")
-    plain = Fusion()
+    plain = Towers()
     assert with_region_labels(plain, [one], []) is plain
 
 
@@ -72,7 +72,7 @@ def test_box_label_without_name_ends_the_run(
         "valid": np.array([True]),
         "pos": np.array([0]),
     }
-    model = Fusion(inputs=Inputs(max_boxes=4), region_labels=("", "cat"))
+    model = Towers(inputs=ClipInputs(max_boxes=4, clip_s=0), region_labels=("", "cat"))
     config = SimpleNamespace(model=model, data=SimpleNamespace(train="made"))
     plan = SimpleNamespace(row_ids_at=lambda positions: positions)
     passing = quarantine_bad_rows([block], config, tmp_path, None, None, plan, lambda _: 0)  # type: ignore[arg-type]

@@ -19,11 +19,11 @@ from mmray.config import (
     Clip,
     Config,
     CrossAttention,
-    Fusion,
     Model,
     Objective,
     Siglip,
     TextTower,
+    Towers,
     TwoTower,
 )
 from mmray.config import Optimizer as OptimizerSection
@@ -40,7 +40,7 @@ from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
 from mmray.models.two_tower import TwoTower as TwoTowerModel
 from tests.engine import recipe_models, toy
-from tests.engine.recipe_models import IMAGE, INPUTS, MODELS, TOWERS, VOCAB
+from tests.engine.recipe_models import IMAGE, IMAGE_INPUTS, INPUTS, MODELS, TOWERS, VOCAB
 from tests.models.test_fusion import boxed_batch, region_model
 
 TEXT = TextTower(width=16, depth=2, heads=2, dropout=0.2)
@@ -52,8 +52,14 @@ SPECS: dict[str, Model] = {
     "resnet18": TwoTower(inputs=INPUTS, image=RESNET, text=TEXT, embed_dim=8),
     "clip": Clip(inputs=INPUTS, image=VIT, text=WORDS, embed_dim=8, patch_dropout=0.5),
     "siglip": Siglip(inputs=INPUTS, image=VIT, text=WORDS, patch_dropout=0.5),
-    "fusion": Fusion(
-        inputs=INPUTS, image=TOWERS["image"], text=TEXT, cross=CROSS, embed_dim=8, classes=3
+    "fusion": Towers(
+        inputs=IMAGE_INPUTS,
+        image=TOWERS["image"],
+        text=TEXT,
+        cross=CROSS,
+        embed_dim=8,
+        matching=True,
+        classes=3,
     ),
 }
 CPU = torch.device("cpu")
@@ -280,7 +286,7 @@ def test_probe_tells_key_errors_of_the_model_apart(monkeypatch: pytest.MonkeyPat
 
 
 def test_label_without_class_ends_the_run() -> None:
-    config = Config(model=Fusion(classes=3))
+    config = Config(model=Towers(classes=3))
     _check_labels({"label": np.array([2, -1])}, config)
     for label, fix in ((3, r"set --model\.classes to 4"), (-100, "number the classes from 0")):
         with pytest.raises(
