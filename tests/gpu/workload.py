@@ -27,7 +27,7 @@ VIT_L = Clip(
     embed_dim=768,
 )
 VIT_L_ROWS = 192
-TINY = {kind: model for kind, (model, _) in MODELS.items()} | {
+TINY = {model.kind: model for model, _ in MODELS.values()} | {
     "two_tower": TwoTower(inputs=INPUTS, **TOWERS, embed_dim=8)
 }
 

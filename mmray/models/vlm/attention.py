@@ -21,7 +21,7 @@ PACKED_ATTENTION = "mmray_packed"
 PACKED_VISION_ATTENTION = "mmray_flash"
 HALF = (torch.float16, torch.bfloat16)
 # Before, varlen_attn takes as many key heads as heads.
-VARLEN_GROUPS_HEADS = torch.__version__ >= (2, 12)
+VARLEN_GROUPS_HEADS = torch.__version__ >= "2.12"
 
 
 def packed_attention(
@@ -70,7 +70,7 @@ def packed_attention(
         if is_supported and query.dtype in HALF and not dropout:
             from torch.nn.attention.varlen import varlen_attn
 
-            options = {"enable_gqa": grouped} if VARLEN_GROUPS_HEADS else {}
+            options: Any = {"enable_gqa": grouped} if VARLEN_GROUPS_HEADS else {}
             if grouped and not options:
                 size = query.shape[1] // key.shape[1]
                 key = key.repeat_interleave(size, dim=1)
