@@ -38,6 +38,7 @@ from mmray.evaluation.build import (
 )
 from mmray.models import lora
 from mmray.models.build import build
+from mmray.models.export import open_clip
 from mmray.models.export.export import ExportFormat, export
 from mmray.models.export.vlm import export_vlm
 from mmray.models.pretrained import pretrained_settings
@@ -172,6 +173,8 @@ def export_model(
             open_clip has no such model.
     """
     config, tokenizer_json, checkpoint = open_model(source, step, log)
+    if format == "open_clip" and config.model.kind not in open_clip.KINDS:
+        raise open_clip.unsupported(config.model.kind)
     if not adapters_only:
         model = lora.merge_adapters(_load_interpolated(config, checkpoint, interpolate))
         # The adapters are merged into the weights.
@@ -241,7 +244,7 @@ def _export(
     format: ExportFormat = "transformers",
 ) -> AnyPath:
     spec = settings.model_dump(mode="json")
-    if isinstance(settings, Vlm) and format == "transformers":
+    if isinstance(settings, Vlm):
         return export_vlm(model, spec, out, adapters_only, log)
     return export(model, spec, tokenizer_json, out, adapters_only, format)
 

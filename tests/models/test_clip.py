@@ -22,9 +22,7 @@ from mmray.data.text.tokenizer import TextEncoder, declared_pad_id, train_tokeni
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.errors import UsageError
 from mmray.models.build import build
-from mmray.models.export import open_clip as open_clip_files
 from mmray.models.export.export import export
-from mmray.models.pretrained import pretrained_settings
 from mmray.models.synthetic import synthetic_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,78 +83,6 @@ def test_export_loads_in_transformers_with_equal_outputs(kind: str, tmp_path: Pa
     assert F.cosine_similarity(given.image_embeds, image).item() > 0.999
     assert theirs.logit_scale.exp().item() == pytest.approx(model.log_scale.exp().item())
     assert loaded.model.state_dict().keys() == model.state_dict().keys()
-
-
-def tiny_timm_vit(name: str, **options: Any) -> nn.Module:
-    """The ViT of timm with the sizes of IMAGE, instead of the smallest that timm has a name for."""
-    from timm.models.vision_transformer import VisionTransformer
-
-    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
-    return VisionTransformer(
-        **sizes, class_token=False, global_pool="map", num_classes=0, act_layer="gelu_tanh"
-    )
-
-
-@pytest.mark.parametrize("kind", SPECS)
-def test_export_for_open_clip_loads_there_with_equal_outputs(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    open_clip = pytest.importorskip("open_clip")
-    timm = pytest.importorskip("timm")
-    if kind == "siglip":
-        monkeypatch.setattr(timm, "list_models", lambda _: ["vit_tiny_patch8_siglip_32"])
-        monkeypatch.setattr(timm, "create_model", tiny_timm_vit)
-    spec, model = SPECS[kind], model_of(SPECS[kind])
-    with torch.no_grad():  # zeros and ones would hide a wrong name
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * 0.05)
-    values = spec.model_copy(update={"vocab_size": VOCAB}).model_dump(mode="json")
-    out = export(model, values, TOKENIZER, tmp_path / "m", format="open_clip")
-    theirs, preprocess = open_clip.create_model_from_pretrained(f"local-dir:{out}")
-    theirs = theirs.eval()
-    tokens = open_clip.get_tokenizer(f"local-dir:{out}")(TEXTS)
-    loaded = mmray.load(out)
-    pixels = torch.from_numpy(resize_to_square(np.asarray(photo()), 32, "squash", "bicubic"))
-    normalized = model.image.tower.embeddings.normalize(pixels[None])
-    with torch.no_grad():
-        text = theirs.encode_text(tokens, normalize=True)
-        image = theirs.encode_image(normalized, normalize=True)
-        from_file = theirs.encode_image(preprocess(photo())[None], normalize=True)
-    torch.testing.assert_close(loaded.embed_texts(TEXTS), text, rtol=0, atol=1e-6)
-    torch.testing.assert_close(loaded.embed_images([photo()]), image, rtol=0, atol=1e-6)
-    assert F.cosine_similarity(from_file, image).item() > 0.999  # their resize rounds differently
-    assert theirs.logit_scale.exp().item() == pytest.approx(model.log_scale.exp().item())
-    state = model.state_dict()
-    assert all(torch.equal(state[name], each) for name, each in loaded.model.state_dict().items())
-    trained = Path(out) / "open_clip_model.safetensors"
-    again = pretrained_settings(str(trained))
-    assert again["kind"] == kind and again["inputs"]["mean"] == [0.5, 0.4, 0.3]
-
-
-def test_models_that_open_clip_lacks_are_not_exported_to_it(tmp_path: Path) -> None:
-    spec, model = SPECS["siglip"], model_of(SPECS["siglip"])
-    pytest.importorskip("timm")
-    values = spec.model_copy(update={"vocab_size": VOCAB}).model_dump(mode="json")
-    with pytest.raises(UsageError, match=r"timm has no SigLIP image encoder with .* patches of 8"):
-        export(model, values, TOKENIZER, tmp_path / "m", format="open_clip")
-    with pytest.raises(UsageError, match=r"open_clip has no model like this one of kind towers"):
-        export(model, values | {"kind": "towers"}, TOKENIZER, tmp_path / "m", format="open_clip")
-    assert not list(tmp_path.iterdir())
-
-
-def test_quick_gelu_of_siglip_texts_is_in_the_config_of_open_clip(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(open_clip_files, "_timm_name", lambda _: "vit")
-    model = model_of(SPECS["siglip"])
-    hf = model.export_hf_config(None, 0)
-    values = SPECS["siglip"].model_dump(mode="json")
-    hf["text_config"]["hidden_act"] = "quick_gelu"
-    config = open_clip_files.model_config(values, hf, TOKENIZER)
-    assert config["model_cfg"]["quick_gelu"]
-    hf["text_config"]["hidden_act"] = "relu"
-    with pytest.raises(UsageError, match="gelu_pytorch_tanh of images and relu of texts"):
-        open_clip_files.model_config(values, hf, TOKENIZER)
 
 
 def tokenizer_adding(*added: str) -> str:

@@ -5,6 +5,7 @@ A SigLIP model needs an image encoder that timm has, because open_clip builds it
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from mmray.plugins import check_installed
 
 WEIGHTS = "open_clip_model.safetensors"
 CONFIG = open_clip.CONFIG_FILES[0]
+KINDS = ("clip", "siglip")  # values of `model.kind` that open_clip has
 CARD = """---
 library_name: open_clip
 tags: [retrieval, zero-shot]
@@ -36,6 +38,11 @@ image = model.encode_image(preprocess(Image.open("photo.jpg"))[None], normalize=
 text = model.encode_text(tokenizer(["a red circle", "a blue square"]), normalize=True)
 scores = image @ text.T
 ```
+
+open_clip differs from training (`mmray.load`) in three ways. Pixels agree up to rounding and half a
+pixel of a crop. Transparent images lose their transparency; training put them on white. HTML
+entities, typographic quotes and decoding errors in texts are repaired; training repaired them for
+CLIP's vocabulary alone.
 """
 _OPTION = "--format open_clip"
 _CLIP_VOCABULARY = 49408  # open_clip has this tokenizer itself
@@ -56,11 +63,8 @@ def model_config(
     Raises:
         UsageError: open_clip has no such model.
     """
-    if hf is None or spec["kind"] not in ("clip", "siglip"):
-        raise UsageError(
-            f"{_OPTION}: open_clip has no model like this one of kind {spec['kind']}; only `clip` "
-            "with an end token and without logit_bias, and `siglip` with it, can be exported"
-        )
+    if hf is None or spec["kind"] not in KINDS:
+        raise unsupported(spec["kind"])
     image = hf["vision_config"]
     text = hf["text_config"]
     text_cfg = {
@@ -69,11 +73,10 @@ def model_config(
         "width": text["hidden_size"],
         "heads": text["num_attention_heads"],
         "layers": text["num_hidden_layers"],
-        "mlp_ratio": text["intermediate_size"] / text["hidden_size"],
+        "mlp_ratio": _mlp_ratio(text),
         **_norm(text),
     }
-    tokenizer = Tokenizer.from_str(tokenizer_json)
-    if not (is_clip_bpe(tokenizer) and tokenizer.get_vocab_size() == _CLIP_VOCABULARY):
+    if not _is_own_tokenizer(spec["kind"], text, tokenizer_json):
         text_cfg["hf_tokenizer_name"] = "."  # the files in the folder
     activation = text["hidden_act"]
     if spec["kind"] == "clip":
@@ -101,6 +104,31 @@ def model_config(
     }
 
 
+def unsupported(kind: str) -> UsageError:
+    """Return the error for a model that open_clip does not have."""
+    return UsageError(
+        f"{_OPTION}: open_clip has no model like this one of kind {kind}; only `clip` with an end "
+        "token and without logit_bias, and `siglip` with it, can be exported"
+    )
+
+
+def _is_own_tokenizer(kind: str, text: dict[str, Any], tokenizer_json: str) -> bool:
+    """Whether a tokenizer is CLIP's, as open_clip has it: without further tokens, padded with 0."""
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    # a CLIP does not attend to its padding
+    has_padding = kind == "clip" or text["pad_token_id"] == 0
+    is_clip = is_clip_bpe(tokenizer) and tokenizer.get_vocab_size() == _CLIP_VOCABULARY
+    return is_clip and has_padding
+
+
+def _mlp_ratio(config: dict[str, Any]) -> float:
+    """Return the ratio from which open_clip computes the MLP's width, as int(width * ratio)."""
+    width = config["hidden_size"]
+    ratio = config["intermediate_size"] / width
+    exact = int(width * ratio) == config["intermediate_size"]
+    return float(ratio if exact else math.nextafter(ratio, math.inf))
+
+
 def _norm(config: dict[str, Any]) -> dict[str, Any]:
     eps = config["layer_norm_eps"]
     return {} if eps == _EPS else {"norm_kwargs": {"eps": eps}}
@@ -113,7 +141,7 @@ def _clip(image: dict[str, Any], embed_dim: int) -> dict[str, Any]:
         "width": image["hidden_size"],
         "layers": image["num_hidden_layers"],
         "head_width": image["hidden_size"] // image["num_attention_heads"],
-        "mlp_ratio": image["intermediate_size"] / image["hidden_size"],
+        "mlp_ratio": _mlp_ratio(image),
     }
     return {"embed_dim": embed_dim, "vision_cfg": vision | _norm(image)}
 
