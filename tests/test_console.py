@@ -143,11 +143,13 @@ def test_prepare_shows_a_growing_count_until_the_total_is_known(clock):
     clock.s += 10.0
     scan, pack = PrepareProgress("scan", 12_000, 0), PrepareProgress("pack", 300, 36_000, 2)
     estimate = PrepareProgress("pack", 300, 35_000, is_estimate=True)
+    prompts = PrepareProgress("evaluate", 512, 80_000, unit="prompts")
     with terminal.reporter.show_progress("starting"):
         for progress, shown in (
             (scan, "scan rows"),
             (estimate, "300/35,000 (total estimated)"),
             (pack, "300/36,000"),
+            (prompts, "evaluate prompts"),
         ):
             terminal.reporter.prepare_progress(progress)
             assert shown in terminal.drawn()
@@ -159,6 +161,7 @@ def test_prepare_shows_a_growing_count_until_the_total_is_known(clock):
         "scan rows 12,000",
         "pack rows 300/35,000   (total estimated)",
         "pack rows 300/36,000  2 quarantined",
+        "evaluate prompts 512/80,000",
     ]
 
 

@@ -196,16 +196,16 @@ class ConsoleReporter:
             self.console.print(f"{label} {count}  {details}".rstrip())
 
     def prepare_progress(self, progress: PrepareProgress) -> None:
-        """Show how many rows a stage of `prepare`, or an evaluation, has processed.
+        """Show how many rows (or prompts) a stage of `prepare`, or an evaluation, has processed.
 
         Args:
             progress: a PrepareProgress: `stage` (such as `pack`), `done_rows`, `total_rows` (0:
-                unknown), `bad_rows` and `is_estimate`.
+                unknown), `bad_rows`, `is_estimate` and `unit`.
         """
         details = f"{progress.bad_rows:,} quarantined" if progress.bad_rows else ""
         if progress.is_estimate:
             details += " (total estimated)"
-        label = f"{progress.stage} rows"
+        label = f"{progress.stage} {progress.unit}"
         self.set_progress(progress.done_rows, progress.total_rows, details, label)
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 
 SaveExamples = Callable[[dict[str, Any]], None]  # called with the content of examples.json
+OnProgress = Callable[[str, int], None]  # unit, `rows` or `prompts`, and the number in a batch
 
 
 class Group(Protocol):
@@ -67,7 +68,7 @@ class EvalReader:
     Args:
         prepared: The set with the held-out rows.
         settings: Metrics to compute, rows of a batch, and the limit of rows.
-        on_rows: Called with the number of rows of a batch when it is done, to show progress; None:
+        on_progress: Called with (unit, number) when a batch of `rows` or `prompts` is done; None:
             not called.
 
     Attributes:
@@ -78,11 +79,11 @@ class EvalReader:
         self,
         prepared: PreparedSet,
         settings: EvalSettings,
-        on_rows: Callable[[int], None] | None = None,
+        on_progress: OnProgress | None = None,
     ) -> None:
         self.prepared = prepared
         self.settings = settings
-        self.on_rows = on_rows or (lambda _: None)
+        self.on_progress = on_progress or (lambda unit, number: None)
         self.skipped: list[str] = []
         self._own_metrics = {
             name: load_class(name, "evaluate.metrics") for name in settings.metrics
@@ -149,7 +150,7 @@ class EvalReader:
                     items += row_items
             for start in range(0, len(items), size):
                 yield self._collate(items[start : start + size])
-            self.on_rows(len(part))
+            self.on_progress("rows", len(part))
 
     def skip(self, number: int, error: Exception) -> None:
         """Add an unreadable row to `skipped`; the first of each 1000 is logged."""
@@ -231,7 +232,7 @@ class EvalDataset(EvalReader):
         inputs: Image size, preprocessing and tokenization of the model.
         settings: Metrics to compute, rows of a batch, and the limit of rows.
         max_pixels: Images with more pixels are not decoded.
-        on_rows: Called with the number of rows of a batch when it is done, to show progress; None:
+        on_progress: Called with (unit, number) when a batch of `rows` or `prompts` is done; None:
             not called.
         task: Compute only the metrics of `retrieval` or of `zero_shot` classification; "": both.
     """
@@ -243,10 +244,10 @@ class EvalDataset(EvalReader):
         tokenizer_json: str,
         settings: EvalSettings,
         max_pixels: int = MAX_PIXELS,
-        on_rows: Callable[[int], None] | None = None,
+        on_progress: OnProgress | None = None,
         task: str = "",
     ) -> None:
-        super().__init__(prepared, settings, on_rows)
+        super().__init__(prepared, settings, on_progress)
         self.task = task
         self.inputs = inputs
         self.max_pixels = max_pixels

@@ -6,7 +6,7 @@ The driver imports this without torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from mmray.config import Config
     from mmray.config.data import EvalSet
-    from mmray.evaluation.batches import Group, SaveExamples
+    from mmray.evaluation.batches import Group, OnProgress, SaveExamples
     from mmray.objectives.protocol import Objective
 
 
@@ -83,7 +83,7 @@ def build_evaluator(
     config: Config,
     eval_sets: Mapping[str, PreparedSet],
     tokenizer_json: str,
-    on_rows: Callable[[int], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> SetsEvaluator:
     """Build the evaluators for the kind of model of a run, one for each set.
 
@@ -95,7 +95,7 @@ def build_evaluator(
         eval_sets: The sets with the held-out rows by name, "" for the only set without a name.
         tokenizer_json: Content of tokenizer.json of the run; unused for `vlm`, which has a
             processor.
-        on_rows: Called with the number of rows of a batch when it is done, to show progress; None:
+        on_progress: Called with (unit, number) when a batch of `rows` or `prompts` is done; None:
             not called.
 
     Returns:
@@ -116,7 +116,7 @@ def build_evaluator(
         prepared = eval_sets[eval_set.name]
         max_pixels = max(config.prepare.max_pixels, prepared.max_pixels)
         if config.model.generates_text:
-            return ConversationEvaluator(config, prepared, max_pixels, on_rows)
+            return ConversationEvaluator(config, prepared, max_pixels, on_progress)
         settings = config.evaluate.with_prompts(eval_set.prompts)
         evaluator = ClipEvaluator if config.model.takes_clips else Evaluator
         return evaluator(
@@ -125,7 +125,7 @@ def build_evaluator(
             tokenizer_json,
             settings,
             max_pixels,
-            on_rows,
+            on_progress,
             eval_set.task,
         )
 
@@ -171,8 +171,9 @@ def describe_code_names(config: Config, eval_sets: Mapping[str, PreparedSet]) ->
         prompt = config.evaluate.with_prompts(eval_set.prompts).prompts[0]
         examples = ", ".join(f"`{prompt.replace('{}', name)}`" for name in codes[:3])
         warnings.append(
-            f"the names of the classes of {prepared.folder} are codes, so the prompts of zero-shot "
-            f"classification are {examples}: name the classes in --evaluate.classes"
+            f"{len(codes):,} of the {len(names):,} class names of {prepared.folder} are codes, so "
+            f"prompts of zero-shot classification are {examples}: name the classes in "
+            "--evaluate.classes"
         )
     return warnings
 
@@ -228,6 +229,23 @@ def num_evaluated_rows(config: Config, eval_sets: Mapping[str, PreparedSet]) -> 
         rows = min(prepared.num_rows, config.evaluate.limit or prepared.num_rows)
         total += rows
         total += min(rows, config.evaluate.num_generations) if config.model.generates_text else 0
+    return total
+
+
+def num_zero_shot_prompts(config: Config, eval_sets: Mapping[str, PreparedSet]) -> int:
+    """Return how many prompts an evaluation of the sets embeds, for the total of a progress bar.
+
+    Args:
+        config: The config of the run, with the task of each set, `evaluate.classes` and
+            `evaluate.prompts`.
+    """
+    if config.model.generates_text or config.model.takes_clips:
+        return 0
+    total = 0
+    for eval_set in config.data.eval_sets if eval_sets else ():
+        if eval_set.task != "retrieval":
+            classes = config.evaluate.classes or eval_sets[eval_set.name].manifest.class_names
+            total += len(classes) * len(config.evaluate.with_prompts(eval_set.prompts).prompts)
     return total
 
 

@@ -35,7 +35,7 @@ from mmray.evaluation.answers import (
     exact_match,
     vqa_accuracy,
 )
-from mmray.evaluation.batches import EvalReader, Group, SaveExamples
+from mmray.evaluation.batches import EvalReader, Group, OnProgress, SaveExamples
 from mmray.evaluation.embeddings import eval_mode, in_lockstep, steps_in_lockstep
 from mmray.objectives.protocol import Objective
 
@@ -71,7 +71,7 @@ class ConversationEvaluator(EvalReader):
     Args:
         prepared: The set with the held-out rows.
         max_pixels: Images with more pixels are not decoded.
-        on_rows: Called with the number of rows of a batch when it is done, to show progress; None:
+        on_progress: Called with (unit, number) when a batch of `rows` or `prompts` is done; None:
             not called.
     """
 
@@ -80,11 +80,11 @@ class ConversationEvaluator(EvalReader):
         config: Config,
         prepared: PreparedSet,
         max_pixels: int,
-        on_rows: Callable[[int], None] | None = None,
+        on_progress: OnProgress | None = None,
     ) -> None:
         spec: Any = config.model
         batch = min(MAX_BATCH, config.evaluate.batch)
-        super().__init__(prepared, config.evaluate.replace(batch=batch), on_rows)
+        super().__init__(prepared, config.evaluate.replace(batch=batch), on_progress)
         self.reader = ConversationReader(prepared, spec, max_pixels, config.data)
 
     @torch.no_grad()

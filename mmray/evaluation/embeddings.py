@@ -8,7 +8,7 @@ each rank, and 0.2 GB of memory to find equal images and captions.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -219,31 +219,46 @@ def steps_in_lockstep(model: nn.Module, batches: Iterable[Any], group: Group) ->
 
 
 @torch.no_grad()
-def embed_texts(model: Any, tokens: Batch, rows: int, group: Group) -> Tensor:
+def embed_texts(
+    model: Any,
+    tokens: Batch,
+    rows: int,
+    group: Group,
+    on_texts: Callable[[int], None] | None = None,
+) -> Tensor:
     """Embed captions, some at a time; a collective call if the model is sharded.
+
+    Captions are sorted by length, so that those of a call need little padding.
 
     Args:
         model: The model; its `embed_text(input_ids, attention_mask)` returns embeddings [B, D].
-        tokens: `input_ids` and `attention_mask` int64 [C, T].
+        tokens: `input_ids` and `attention_mask` int64 [C, T], padded on the right.
         rows: Captions per call.
+        on_texts: Called with the number of captions of a call when it is done; None: not called.
 
     Returns:
-        Float32 [C, D] on the CPU; without captions [0, 0].
+        Float32 [C, D] on the CPU, in the order of the captions; without captions [0, 0].
     """
-    starts = range(0, len(tokens["input_ids"]), rows)
-    most = len(starts)
+    num_tokens = tokens["attention_mask"].sum(dim=1)
+    # The longest first: a batch that is too large fails at once.
+    order = num_tokens.argsort(descending=True, stable=True)
+    batches = order.split(rows) if len(order) else ()
+    most = len(batches)
     if in_lockstep(model, group):
         # Before the forwards, whose collectives would otherwise meet this one on another rank.
         most = int(group.all_gather_variable(torch.tensor([most])).max())
     parts = []
-    for start in starts:
-        ids = tokens["input_ids"][start : start + rows].to(group.device)
-        mask = tokens["attention_mask"][start : start + rows].to(group.device)
+    for batch in batches:
+        width = max(1, int(num_tokens[batch[0]]))
+        ids = tokens["input_ids"][batch, :width].to(group.device)
+        mask = tokens["attention_mask"][batch, :width].to(group.device)
         parts.append(model.embed_text(ids, mask).float().cpu())
+        if on_texts is not None:
+            on_texts(len(batch))
     token = torch.zeros(2, 1, dtype=torch.int64, device=group.device)
     for _ in range(most - len(parts)):
         model.embed_text(token, torch.ones_like(token))
-    return torch.cat(parts) if parts else torch.zeros(0, 0)
+    return torch.cat(parts)[order.argsort()] if parts else torch.zeros(0, 0)
 
 
 def gather_rows(local: RowFile, group: Group) -> Tensor:

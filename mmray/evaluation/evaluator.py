@@ -8,6 +8,7 @@ its part of the queries against all rows (retrieval.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,7 +141,8 @@ class Evaluator(EvalDataset):
         ]
         tokens = token_columns(*self.encoder.encode(captions))
         with eval_mode(model):
-            text = embed_texts(model, tokens, self.settings.batch, group)[: len(texts)]
+            on_texts = partial(self.on_progress, "prompts") if texts else None
+            text = embed_texts(model, tokens, self.settings.batch, group, on_texts)[: len(texts)]
         mean = text.unflatten(0, (len(own), len(prompts))).mean(dim=1)
         return group.all_gather_variable(F.normalize(mean, dim=1)).cpu()
 

@@ -35,6 +35,7 @@ from mmray.evaluation.build import (
     check_evaluable,
     describe_code_names,
     num_evaluated_rows,
+    num_zero_shot_prompts,
 )
 from mmray.models import lora
 from mmray.models.build import build
@@ -339,7 +340,10 @@ def _evaluate(
         }
         for text in describe_code_names(config, held_out):
             reporter.log(text, "warning")
-        total = len(shares) * num_evaluated_rows(config, held_out)
+        totals = {
+            "rows": len(shares) * num_evaluated_rows(config, held_out),
+            "prompts": len(shares) * num_zero_shot_prompts(config, held_out),
+        }
         model: Any = config.model
         names = ", ".join(str(each.folder) for each in held_out.values())
         part = f"{', '.join(f'{share:g}' for share in shares)} x " if [*shares] != [1] else ""
@@ -347,11 +351,13 @@ def _evaluate(
         without_answers = config.replace(evaluate=config.evaluate.replace(num_generations=0))
         num_rows = num_evaluated_rows(without_answers, held_out)
         reporter.log(f"{of_weights} on {num_rows:,} rows of {names}", "evaluate")
-        rows: list[int] = []  # numbers of rows of the finished batches
+        done = dict.fromkeys(totals, 0)
 
         def on_message(message: dict[str, int]) -> None:
-            rows.append(message["rows"])
-            reporter.prepare_progress(PrepareProgress("evaluate", sum(rows), total))
+            for unit, number in message.items():
+                done[unit] += number
+                progress = PrepareProgress("evaluate", done[unit], totals[unit], unit=unit)
+                reporter.prepare_progress(progress)
 
         score = partial(_score, tokenizer_json=tokenizer_json, held_out=held_out, loads=loads)
         if on_ray:
@@ -505,7 +511,7 @@ def _score(
 ) -> Scores:
     """The metrics of each model."""
     evaluator = build_evaluator(
-        config, held_out, tokenizer_json, lambda rows: report({"rows": rows})
+        config, held_out, tokenizer_json, lambda unit, number: report({unit: number})
     )
     objective = objectives.build(config.objective)
     loss_batch_size = config.batch.global_  # as in training, because the loss depends on it

@@ -24,11 +24,18 @@ from mmray.data.text.tokenizer import TextEncoder
 from mmray.engine.collectives import Group
 from mmray.errors import DataError, UsageError
 from mmray.evaluation import retrieval
-from mmray.evaluation.build import best_metric, build_evaluator, check_classes
+from mmray.evaluation.build import (
+    best_metric,
+    build_evaluator,
+    check_classes,
+    num_evaluated_rows,
+    num_zero_shot_prompts,
+)
 from mmray.evaluation.classification import topk_accuracy, topk_hits, zero_shot_metrics
-from mmray.evaluation.embeddings import EmbeddingSet
+from mmray.evaluation.embeddings import EmbeddingSet, embed_texts
 from mmray.evaluation.evaluator import Evaluator, embedding_loss
 from mmray.evaluation.examples import NUM_SHOWN
+from mmray.models.build import build
 from mmray.models.protocol import HeadScores
 from mmray.models.regions import LabelTexts, region_label_scores
 from mmray.objectives.contrastive import Contrastive
@@ -356,6 +363,65 @@ def test_classification_head_and_zero_shot_are_scored(tmp_path: Path, world: int
         assert metrics["zero_shot/top_1"] == pytest.approx(sum(hits) / 9)
 
 
+class CountsTokens(nn.Module):
+    """Embeds texts as another model does, and counts the token positions that it computes."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.positions = 0
+
+    def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        self.positions += input_ids.numel()
+        embedding: Tensor = self.model.embed_text(input_ids, attention_mask)
+        return embedding
+
+
+@pytest.mark.parametrize("kind", ["two_tower", "clip", "siglip"])
+def test_class_embeddings_equal_those_of_texts_embedded_one_by_one(
+    prepared: PreparedSet, kind: str
+) -> None:
+    """10 prompts of different lengths for each of 3 classes, in batches of 4."""
+    classes = ("a", "red one", "a blue square a blue square")
+    prompts = tuple(f"{'a ' * (number % 5)}{{}}{' red' * (number // 5)}" for number in range(10))
+    encoder = TextEncoder(prepared.tokenizer_json or "", INPUTS.max_tokens)
+    sizes = {"width": 32, "depth": 2, "heads": 2}
+    model_section = {"kind": kind, "inputs": INPUTS, "text": sizes, "image": sizes | {"patch": 4}}
+    spec = Config.model_validate({"model": model_section}).model
+    model = CountsTokens(build(spec, encoder.vocab_size).eval())
+    progress: list[tuple[str, int]] = []
+    evaluator = Evaluator(
+        prepared,
+        INPUTS,
+        prepared.tokenizer_json or "",
+        SETTINGS.replace(prompts=prompts),
+        on_progress=lambda *args: progress.append(args),
+    )
+    embedded = evaluator._class_embeddings(model, Group(), classes)
+    assert progress == [("prompts", 4)] * 7 + [("prompts", 2)]
+    lengths = []
+    for name, own in zip(classes, embedded, strict=True):
+        ids = [torch.from_numpy(encoder.encode([each.format(name)])[0]).long() for each in prompts]
+        lengths += [each.shape[1] for each in ids]
+        with torch.no_grad():
+            alone = [model.model.embed_text(each, torch.ones_like(each)) for each in ids]
+        expected = F.normalize(torch.cat(alone).mean(dim=0), dim=0)
+        torch.testing.assert_close(own, expected, rtol=0, atol=1e-5)
+    assert sum(lengths) <= model.positions < 1.1 * sum(lengths) < 0.9 * len(lengths) * max(lengths)
+
+
+def test_texts_are_embedded_in_their_order() -> None:
+    """Of 0 to 3 tokens."""
+    ids = torch.arange(1, 22).reshape(7, 3)
+    mask = (torch.arange(3) < torch.tensor([1, 3, 0, 2, 3, 1, 2])[:, None]).long()
+    tokens = {"input_ids": ids, "attention_mask": mask}
+    expected = Toy().embed_text(ids, mask)
+    for rows in (1, 2, 3, 7, 100):
+        assert torch.equal(embed_texts(Toy(), tokens, rows, Group()), expected)
+    none = {name: column[:0] for name, column in tokens.items()}
+    assert embed_texts(Toy(), none, 2, Group()).shape == (0, 0)
+
+
 def test_names_of_classes_that_do_not_match_the_labels_are_refused(tmp_path: Path) -> None:
     rows = [replace(row(number), label=number % 3) for number in range(9)]
     held_out = make_set(tmp_path / "set", rows)
@@ -449,8 +515,17 @@ def named_sets(tmp_path: Path, tasks: str, **settings: Any) -> dict[str, float]:
     }
     evaluate = Evaluate(**settings)
     config = Config(model=TwoTower(inputs=INPUTS), data=Data(eval=tasks), evaluate=evaluate)
-    evaluator = build_evaluator(config, sets, sets["pairs"].tokenizer_json or "")
-    return evaluator.score(Toy(), Group(), Contrastive(), 6)
+    done = {"rows": 0, "prompts": 0}
+
+    def on_progress(unit: str, number: int) -> None:
+        done[unit] += number
+
+    evaluator = build_evaluator(config, sets, sets["pairs"].tokenizer_json or "", on_progress)
+    metrics = evaluator.score(Toy(), Group(), Contrastive(), 6)
+    prompts = num_zero_shot_prompts(config, sets)
+    assert done == {"rows": num_evaluated_rows(config, sets), "prompts": prompts}
+    assert (prompts > 0) == ("classes/zero_shot/top_1" in metrics)
+    return metrics
 
 
 def test_each_named_set_has_the_metrics_of_its_task(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ class PrepareProgress:
         total_rows: Rows to process; 0: unknown, as during the scan.
         bad_rows: Rows so far that cannot be used.
         is_estimate: Whether `total_rows` is an estimate.
+        unit: What is counted: `rows`, or the `prompts` of zero-shot classification (`evaluate`).
     """
 
     stage: str
@@ -96,6 +97,7 @@ class PrepareProgress:
     total_rows: int
     bad_rows: int = 0
     is_estimate: bool = False
+    unit: str = "rows"
 
 
 OnProgress = Callable[[PrepareProgress], None]

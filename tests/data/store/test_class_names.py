@@ -112,5 +112,6 @@ def test_codes_in_prompts_are_named(
     if is_warned:
         prompts = ", ".join(f"`a photo of a {name}.`" for name in names[:3])
         assert f"classification are {prompts}: name the classes" in warnings[0]
+        assert warnings[0].startswith(f"{len(names)} of the {len(names)} class names")
     named = Config().replace(evaluate=Config().evaluate.replace(classes=("ant", "bee")))
     assert describe_code_names(named, sets) == []
