@@ -224,11 +224,7 @@ class EvalSettings(Section, settings_prefix="evaluate"):
     classification head.
     """
 
-    batch: int = Field(
-        128,
-        ge=1,
-        description="Rows per forward pass and worker; of zero-shot prompts, 8 times as many.",
-    )
+    batch: int = Field(128, ge=1, description="Rows per forward pass and worker.")
     limit: int | None = Field(None, ge=1, description="Evaluate on the first N rows only.")
     loss_batch: int | None = Field(
         None,

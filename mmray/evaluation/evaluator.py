@@ -25,8 +25,6 @@ from mmray.evaluation.embeddings import EmbeddingSet, embed_dataset, embed_texts
 from mmray.evaluation.examples import RetrievalExamples
 from mmray.objectives.protocol import Objective, split_objective
 
-PROMPTS_PER_ROW = 8  # times `evaluate.batch` are embedded at once; a prompt has few tokens
-
 
 class Evaluator(EvalDataset):
     """Computes retrieval and classification metrics of a model that embeds images and texts.
@@ -144,8 +142,7 @@ class Evaluator(EvalDataset):
         tokens = token_columns(*self.encoder.encode(captions))
         with eval_mode(model):
             on_texts = partial(self.on_progress, "prompts") if texts else None
-            rows = PROMPTS_PER_ROW * self.settings.batch
-            text = embed_texts(model, tokens, rows, group, on_texts)[: len(texts)]
+            text = embed_texts(model, tokens, self.settings.batch, group, on_texts)[: len(texts)]
         mean = text.unflatten(0, (len(own), len(prompts))).mean(dim=1)
         return group.all_gather_variable(F.normalize(mean, dim=1)).cpu()
 
