@@ -5,7 +5,7 @@ Workers evaluate, so the driver needs no GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -351,14 +351,7 @@ def _evaluate(
         without_answers = config.replace(evaluate=config.evaluate.replace(num_generations=0))
         num_rows = num_evaluated_rows(without_answers, held_out)
         reporter.log(f"{of_weights} on {num_rows:,} rows of {names}", "evaluate")
-        done = dict.fromkeys(totals, 0)
-
-        def on_message(message: dict[str, int]) -> None:
-            for unit, number in message.items():
-                done[unit] += number
-                progress = PrepareProgress("evaluate", done[unit], totals[unit], unit=unit)
-                reporter.prepare_progress(progress)
-
+        on_message = _show_progress(totals, reporter)
         score = partial(_score, tokenizer_json=tokenizer_json, held_out=held_out, loads=loads)
         if on_ray:
             return _score_on_ray(config, score, to_path(folder), reporter, on_message)
@@ -367,6 +360,21 @@ def _evaluate(
         _log_idle_gpus(on_gpu, count_gpus(), reporter)
         group = Group(device=torch.device("cuda" if on_gpu else "cpu"))
         return score(config, group, on_message)
+
+
+def _show_progress(
+    totals: Mapping[str, int], reporter: RunReporter
+) -> Callable[[dict[str, int]], None]:
+    """Return a function that adds the numbers of a finished batch, by unit, and shows the sum."""
+    done = dict.fromkeys(totals, 0)
+
+    def on_message(message: dict[str, int]) -> None:
+        for unit, number in message.items():
+            done[unit] += number
+            progress = PrepareProgress("evaluate", done[unit], totals[unit], unit=unit)
+            reporter.prepare_progress(progress)
+
+    return on_message
 
 
 def _log_idle_gpus(on_gpu: bool, num_gpus: float, reporter: RunReporter) -> None:
