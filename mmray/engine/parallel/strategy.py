@@ -89,9 +89,11 @@ def use_channels_last(model: nn.Module) -> None:
     """
     import torch
 
-    for weight in model.parameters():
-        if weight.ndim == 4:
-            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+    model._apply(
+        lambda tensor: (
+            tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
+        )
+    )
 
 
 def one_worker_reasons(config: Config) -> list[str]:
