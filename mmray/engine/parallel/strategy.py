@@ -84,16 +84,14 @@ class Strategy:
 def use_channels_last(model: nn.Module) -> None:
     """Store the weights of 2-D convolutions in the memory format in which tensor cores convolve.
 
-    `model.to(memory_format=torch.channels_last)` fails if a weight has five dimensions, as in the
-    patch embedding of Qwen-VL.
+    The model's own `to(memory_format=torch.channels_last)` fails if a weight has five dimensions,
+    as in the patch embedding of Qwen-VL.
     """
     import torch
 
-    model._apply(
-        lambda tensor: (
-            tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
-        )
-    )
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Conv2d):
+            layer.to(memory_format=torch.channels_last)
 
 
 def one_worker_reasons(config: Config) -> list[str]:
