@@ -65,7 +65,7 @@ def check_cluster(
         ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=TIMEOUT_S)
         versions = {}
         for node_id, task in tasks.items():
-            name = f"node {node_name(node_id)}"
+            name = f"node {node_id[:8]}"
             try:
                 versions[node_id], findings = ray.get(task, timeout=0)
                 findings.append(check_clock(_clock_difference(node_id)))
@@ -178,7 +178,7 @@ def _check_links(node_ids: list[str]) -> Iterator[Finding]:
         yield Finding("ok", "network", "one node: nothing is sent between nodes")
         return
     for sender, receiver in pairwise([*node_ids, node_ids[0]]):
-        name = f"transfer {node_name(sender)} to {node_name(receiver)}"
+        name = f"transfer {sender[:8]} to {receiver[:8]}"
         yield _check_link(name, "MB/s", _measure_transfer, sender, receiver)
     name = f"all-reduce of {len(node_ids)} nodes (gloo)"
     yield _check_link(name, f"MB/s for {COLLECTIVE_MB} MB", _measure_collective, node_ids)
