@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -87,14 +87,28 @@ def alive_nodes() -> list[Node]:
     return [Node(dict(node["Resources"]), dict(node["Labels"])) for node in alive_entries()]
 
 
-def node_name(node_id: str) -> str:
-    """Return the host of a node for a message, such as `gpu-7 at 10.0.0.3`; the first 8
-    characters of the ID if Ray does not know the node.
+def node_names(node_ids: Collection[str]) -> dict[str, str]:
+    """Return the hosts of nodes for messages, such as `gpu-7 at 10.0.0.3`, by ID; of a node that
+    Ray does not know the first 8 characters of the ID.
     """
+    names = {node_id: node_id[:8] for node_id in node_ids}
     for node in ray.nodes():
-        if node["NodeID"] == node_id:
-            return f"{node['NodeManagerHostname']} at {node['NodeManagerAddress']}"
-    return node_id[:8]
+        if node["NodeID"] in names:
+            address = node["NodeManagerAddress"]
+            names[node["NodeID"]] = f"{node['NodeManagerHostname']} at {address}"
+    return names
+
+
+def node_name(node_id: str) -> str:
+    """Return the name of a node as `node_names` does."""
+    return node_names([node_id])[node_id]
+
+
+def own_node_name() -> str:
+    """Return the name of this process's node as `node_names` does, without a request to Ray: each
+    rank asks for it when it starts.
+    """
+    return f"{socket.gethostname()} at {ray.util.get_node_ip_address()}"
 
 
 def free_nodes() -> list[Node]:
@@ -362,8 +376,9 @@ def actor_states(class_name: str, timeout_s: float = 5.0) -> list[str]:
     done, pending = (
         ray.wait(list(tasks), num_returns=len(tasks), timeout=timeout_s) if tasks else ([], [])
     )
-    states = [f"{ray.get(task)} on node {node_name(tasks[task])}" for task in done]
-    states += [f"on node {node_name(tasks[task])}, which does not answer" for task in pending]
+    names = node_names(set(tasks.values()))
+    states = [f"{ray.get(task)} on node {names[tasks[task]]}" for task in done]
+    states += [f"on node {names[tasks[task]]}, which does not answer" for task in pending]
     return states + [state.lower().replace("_", " ") for state, _, _ in actors if state != "ALIVE"]
 
 

@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mmray.builtin import BACKENDS
 from mmray.cluster.capacity import Demand
-from mmray.cluster.placement import free_address, node_name
+from mmray.cluster.placement import free_address, own_node_name
 from mmray.cluster.ray_internals import run_train_controller
 from mmray.data.stream.actors import rank_blocks
 from mmray.engine.heartbeat import Heartbeat, describe_process
@@ -268,7 +268,7 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
         return bool(stacks_requested)
 
     node = ray.get_runtime_context().get_node_id()
-    process_info = describe_process(rank, node, node_name(node))
+    process_info = describe_process(rank, node, own_node_name())
     heartbeat = Heartbeat(send_heartbeat, process_info, context.folder)
     driver = DriverHandle(
         report=coordinator.push.remote if rank == 0 else (lambda _: None),
@@ -311,4 +311,4 @@ def _device_of(rank: int) -> str:
     """Return the rank, GPU and node of this worker, for the message of an error."""
     worker = ray.get_runtime_context()
     gpus = ", ".join(worker.get_accelerator_ids().get("GPU", [])) or "none"
-    return f"rank {rank}, GPU {gpus}, node {node_name(worker.get_node_id())}"
+    return f"rank {rank}, GPU {gpus}, node {own_node_name()}"

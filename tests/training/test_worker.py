@@ -35,7 +35,6 @@ def coordinator(monkeypatch):
     monkeypatch.setattr(
         ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node")
     )
-    monkeypatch.setattr("mmray.training.ray_trainer.node_name", lambda node: f"{node} at 10.0.0.1")
     monkeypatch.setattr(ray, "get", lambda reply, timeout=None: reply)
     blocks = SimpleNamespace(close=lambda: None)
     monkeypatch.setattr("mmray.training.ray_trainer.rank_blocks", lambda *_: blocks)
