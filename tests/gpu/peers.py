@@ -1,5 +1,5 @@
-"""Stage `peers` of command.py: mmray's loop beside open_clip's own, with the same model, rows and
-precision.
+"""Stage `peers` of command.py: mmray's loop compared with open_clip's own, for the same model, rows
+and precision.
 
 `PYTHONPATH=CHECKOUT/src` measures a checkout of open_clip in place of the installed release.
 """

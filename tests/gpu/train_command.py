@@ -61,8 +61,8 @@ def run(device: torch.device) -> Iterator[Case]:
     configs = {
         "sample": sample_config(device),
         "clip": clip_config(device, str(folder / "photos-prepared")),
-        "sample-vlm": small_config("sample-vlm", device),
-        "sample-av": small_config("sample-av", device),
+        "sample-vlm": small_config("sample-vlm", device, numbers["small_steps"]),
+        "sample-av": small_config("sample-av", device, numbers["small_steps"]),
     }
     rates: dict[str, float] = {}
 
@@ -98,26 +98,22 @@ def sample_config(device: torch.device) -> Config:
     Args:
         device: The device of the worker.
     """
-    config = recipes.load("sample")
-    steps = NUMBERS[device.type]["sample_steps"]
-    accelerator = "gpu" if device.type == "cuda" else "cpu"
-    return config.with_cluster(accelerator=accelerator).replace(
-        train=config.train.replace(steps=steps, log_every=LOG_EVERY),
-        # A GPU pads captions to a multiple of 16 tokens, and those of the sample have at most 14.
-        model=config.model.replace(inputs=config.model.inputs.replace(max_tokens=16)),
-    )
+    config = small_config("sample", device, NUMBERS[device.type]["sample_steps"])
+    # A GPU pads captions to a multiple of 16 tokens, and those of the sample have at most 14.
+    inputs = config.model.inputs.replace(max_tokens=16)
+    return config.replace(model=config.model.replace(inputs=inputs))
 
 
-def small_config(name: str, device: torch.device) -> Config:
-    """Return a recipe of a sample for one worker and a few steps.
+def small_config(name: str, device: torch.device, steps: int) -> Config:
+    """Return a recipe of a sample for one worker.
 
     Args:
         name: Name of the recipe, such as `sample-vlm`.
         device: The device of the worker.
+        steps: Number of steps.
     """
     config = recipes.load(name)
     accelerator = "gpu" if device.type == "cuda" else "cpu"
-    steps = NUMBERS[device.type]["small_steps"]
     return config.with_cluster(accelerator=accelerator).replace(
         train=config.train.replace(steps=steps, log_every=LOG_EVERY)
     )

@@ -55,7 +55,6 @@ class Strategy:
 
     def place(self, model: nn.Module) -> None:
         """Move a model to the devices of this rank, before it is compiled and wrapped."""
-
         model.to(self.group.device)
         if self.group.device.type == "cuda":
             use_channels_last(model)
