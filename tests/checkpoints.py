@@ -7,5 +7,5 @@ def save_checkpoint(folder, step, state, meta):
     """Write folder/step-N from one process and return it; replace an existing one."""
     path = folder / f"step-{step}"
     with state_io.as_storage_error(path):
-        state_io.save_async(path, state, {"step": step} | meta).result()
+        state_io.stage_save(path, state, {"step": step} | meta)()
     return path

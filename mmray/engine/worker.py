@@ -462,7 +462,7 @@ def _closing(
     log: MetricsLog | None, manager: CheckpointManager | None, heartbeat: HeartbeatState
 ) -> Iterator[None]:
     """Close both at the end of the block, so the last checkpoint is complete, or its error raised,
-    when a rank returns.
+    when a rank returns. The log is closed after it, as a storage that was away can be used then.
 
     An error of the block takes precedence over errors of closing: the driver restarts or fails
     depending on its type.
@@ -472,9 +472,13 @@ def _closing(
             both.callback(manager.close)
         if log is not None:
             both.callback(log.close)
+        if manager is not None:
+            both.callback(manager.wait_saved)
         try:
             yield
         except BaseException:
+            if manager is not None:
+                manager.abandon()
             # A broken collective raises RuntimeError.
             with suppress(MmrayError, OSError, RuntimeError), heartbeat.state("saving"):
                 both.close()
@@ -513,6 +517,7 @@ def _checkpoint_manager(
         metric=best_metric(config),
         max_wait_s=config.cluster.group_timeout_s / 2 if waits_for_others else None,
         cpu_group=cpu_group,
+        on_retry=driver.heartbeat.count_progress,
     )
 
 

@@ -29,6 +29,7 @@ import psutil
 
 from mmray.errors import ForceExit, StorageError, TrainingError, UsageError
 from mmray.storage.paths import AnyPath, RemotePath, list_names, write_atomic
+from mmray.storage.requests import TransientStorageError
 
 _log = logging.getLogger(__name__)
 FOLDER = "lease"
@@ -136,6 +137,8 @@ class Lease:
         """
         before = self.fencing_token
         try:
+            # Otherwise the claim would be written into the empty folder below a lost mount.
+            check_fencing_token(self._directory, before)
             while not self._claim(before + 1):
                 check_fencing_token(self._directory, before)
             self.fencing_token = before + 1
@@ -149,7 +152,7 @@ class Lease:
 
         Raises:
             TrainingError: another process has taken over the lease.
-            OSError: the storage failed.
+            OSError: the storage failed, or is not mounted.
         """
         check_fencing_token(self._directory, self.fencing_token)
 
@@ -232,21 +235,14 @@ class Lease:
         return False
 
     def _renew(self) -> None:
-        """Write heartbeats until the lease is released or lost.
+        """Write heartbeats until the lease is released.
 
-        A write that fails is retried at the next heartbeat.
+        A write that fails is retried at the next heartbeat: the storage may come back. `check`
+        reports a lost lease.
         """
         while not self._released.wait(self._heartbeat_s):
-            fencing_token = self.fencing_token
-            try:
-                self._write_heartbeat(fencing_token)
-            except FileNotFoundError:
-                # Otherwise `claim_next_token` has replaced the file.
-                if fencing_token == self.fencing_token:
-                    # The lease is lost, and `check` reports it.
-                    return
-            except OSError:
-                continue
+            with suppress(OSError):
+                self._write_heartbeat(self.fencing_token)
 
     def _write_heartbeat(self, fencing_token: int) -> None:
         """Update the modification time of the claim. Raises FileNotFoundError if it was deleted."""
@@ -263,11 +259,16 @@ def check_fencing_token(directory: AnyPath, fencing_token: int) -> None:
     """Check that no other process has taken over a folder.
 
     Raises:
-        TrainingError: A claim with a higher number exists.
-        OSError: The storage failed.
+        TrainingError: A claim of another process exists.
+        OSError: The storage failed. A folder without any claim is an empty one in place of a
+            storage that is not mounted.
     """
     fencing_tokens = [number for number, _ in _claims(directory / FOLDER)]
-    newest = max(fencing_tokens, default=0)
+    if not fencing_tokens:
+        raise TransientStorageError(
+            f"{directory} has no lease: it was deleted, or its storage is not mounted"
+        )
+    newest = max(fencing_tokens)
     if newest > fencing_token or fencing_token not in fencing_tokens:
         raise TrainingError(
             f"{directory} was taken over by another process or a later attempt (fencing token "

@@ -30,6 +30,7 @@ from mmray.evaluation.build import best_metric
 from mmray.machine import torchrun_world_size
 from mmray.processes import ChildDied
 from mmray.storage.lease import Lease
+from mmray.storage.outage import Outage, retry_until_back
 from mmray.storage.paths import AnyPath
 from mmray.storage.requests import TransientStorageError
 from mmray.training import RunReporter
@@ -44,9 +45,6 @@ from mmray.training.monitor import (
 )
 from mmray.training.resolve import ResolvedRun
 from mmray.training.run_dir import RunDir, check_processor, redact_text
-
-STORAGE_RETRIES_S = (1.0, 5.0, 30.0)  # pauses while the storage fails between two attempts
-
 
 EVENTS = {
     "lost": "worker lost",
@@ -200,6 +198,8 @@ class Supervisor:
         self.resized_from = 0
         self.progress = RunProgress()
         self.should_stop = should_stop
+        meanwhile = "the run continues when it can be used. Mount it, or fix the permissions"
+        self._outage = Outage(run.path, partial(reporter.log, label="storage"), meanwhile)
 
     def train(self) -> dict[str, Any]:
         """Train until the run is finished, cannot be restarted after a failure, or the user stops
@@ -283,39 +283,39 @@ class Supervisor:
     def _prepare_attempt(self) -> tuple[AnyPath | None, dict[str, Any], set[int]]:
         """The checkpoint for the next attempt, its meta.json, and the known bad rows.
 
-        A storage that fails between two attempts is retried.
+        A storage that fails between two attempts is waited for.
         """
         self.attempts += 1
         self.progress.restarts = self.attempts - 1
-        pauses_s = iter(STORAGE_RETRIES_S if self.attempts > 1 else ())
-        while True:
-            try:
-                if self.attempts > 1:
-                    self.lease.claim_next_token()
-                    check_processor(self.run.path, self.resolved.config.model)
-                if self.trusted_from == math.inf and files.latest_complete_step(
-                    self.run.checkpoints
-                ):
-                    self.reporter.status("verifying the checkpoint")
-                log = partial(self.reporter.log, label="checkpoint")
-                checkpoint = files.latest_valid_checkpoint(
-                    self.run.checkpoints, log, trusted_from=self.trusted_from
-                )
-                self.trusted_from = min(
-                    self.trusted_from, 0 if checkpoint is None else files.step_of(checkpoint)
-                )
-                meta = {} if checkpoint is None else files.load_meta(checkpoint)
-                merge_bad_rows(self.run.path)
-                return checkpoint, meta, set(load_bad_rows(self.run.path))
-            except (StorageError, OSError) as error:
-                pause_s = next(pauses_s, None)
-                message = f"cannot access the storage of {self.run.path}: {error}"
-                if pause_s is None:
-                    raise StorageError(
-                        f"{message}. Fix it and rerun the same command to resume"
-                    ) from error
-            self.reporter.log(f"{message}; retrying in {pause_s:g} s", "storage")
-            time.sleep(pause_s)
+        try:
+            if self.attempts == 1:
+                return self._read_checkpoint()
+            return retry_until_back(self._read_checkpoint, self._outage)
+        except (StorageError, OSError) as error:
+            raise StorageError(
+                f"cannot access the storage of {self.run.path}: {error}. Fix it and rerun the same "
+                "command to resume"
+            ) from error
+
+    def _read_checkpoint(self) -> tuple[AnyPath | None, dict[str, Any], set[int]]:
+        """Claim the folder for the next attempt, and return what `_prepare_attempt` does."""
+        if self.attempts > 1:
+            self.lease.claim_next_token()
+            check_processor(self.run.path, self.resolved.config.model)
+        if self.trusted_from == math.inf and files.latest_complete_step(self.run.checkpoints):
+            self.reporter.status("verifying the checkpoint")
+        log = partial(self.reporter.log, label="checkpoint")
+        checkpoint = files.latest_valid_checkpoint(
+            self.run.checkpoints, log, trusted_from=self.trusted_from
+        )
+        self.trusted_from = min(
+            self.trusted_from, 0 if checkpoint is None else files.step_of(checkpoint)
+        )
+        if checkpoint is None and self.attempts > 1:
+            self.lease.check()  # the folder may have been empty because its storage has vanished
+        meta = {} if checkpoint is None else files.load_meta(checkpoint)
+        merge_bad_rows(self.run.path)
+        return checkpoint, meta, set(load_bad_rows(self.run.path))
 
     def _handle_failure(self, error: Exception, monitor: AttemptMonitor) -> None:
         """Decide what follows a failure: set `restart_reason`, or raise."""
@@ -342,6 +342,8 @@ class Supervisor:
         start = "step 0, as there is no checkpoint yet"
         if latest_step:
             start = f"the checkpoint of step {latest_step:,}"
+        elif not self._can_use_storage():
+            start = "the latest checkpoint, once the storage can be used"
         self.reporter.log(f"{decision}; restarting from {start}", "failure")
         cause = failure.error
         if isinstance(cause, DeviceError):
@@ -349,6 +351,14 @@ class Supervisor:
             if self.backend.exclude_node(self.resolved.config, cause.node):
                 text = "the node of the device gets no more workers of this run"
             self.reporter.log(f"{text}: {cause}", "device")
+
+    def _can_use_storage(self) -> bool:
+        with suppress(TrainingError):  # another process has the folder: the next claim raises it
+            try:
+                self.lease.check()
+            except OSError:
+                return False
+        return True
 
     def _start_workers(
         self, checkpoint: AnyPath | None, bad_rows: set[int]
@@ -395,7 +405,9 @@ class Supervisor:
                     "score": score,
                 }
         try:
-            return self._write_json(outcome | {"best": best})
+            return retry_until_back(
+                partial(self._write_json, outcome | {"best": best}), self._outage
+            )
         except OSError as error:
             raise ResourceError(
                 f"cannot write {self.run.path / 'result.json'} (the weights of step "

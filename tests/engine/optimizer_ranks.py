@@ -57,7 +57,7 @@ def train_twice(
     def save(step: int, state: dict[str, Any], metrics: dict[str, Any], last: bool) -> None:
         if sharded or group.rank == 0:
             path = folder / f"step-{step}"
-            state_io.save_async(path, state, {"step": step}, cpu_group).result()
+            state_io.stage_save(path, state, {"step": step}, cpu_group)()
 
     log, whole, resumed = toy.Lines(), toy.Branched().double(), toy.Branched().double()
     toy.run(whole, plan, group, micro=4, save=save, log=log, **options)

@@ -144,6 +144,32 @@ class AwaitStopOnce(AwaitStop):
             super().on_step(step, metrics)
 
 
+class StorageAway:
+    """An empty folder replaces the storage of runs, as by an unmount, from step 4 to step 8 and
+    from step 10 on.
+    """
+
+    def on_step(self, step, metrics):
+        if step in (4, 10):
+            move_storage(away=True)
+            (Path(os.environ["MMRAY_TEST_FAULTS"]) / f"away-at-{step}").touch()
+        elif step == 8:
+            move_storage(away=False)
+
+
+def move_storage(away):
+    """Move the folder `runs` next to MMRAY_TEST_FAULTS away, or back."""
+    storage = Path(os.environ["MMRAY_TEST_FAULTS"]).parent / "runs"
+    elsewhere = storage.with_name("away")
+    if away:
+        storage.rename(elsewhere)
+        storage.mkdir()
+    else:
+        assert not list(storage.iterdir())
+        storage.rmdir()
+        elsewhere.rename(storage)
+
+
 class FullDiskAtStepSix:
     """Limit files of rank 0, its log included, to 2 KiB while the checkpoint of step 6 is
     written.

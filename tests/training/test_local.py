@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import threading
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from mmray.errors import DataError, TrainingError
 from mmray.processes import ChildDied
 from mmray.training import backend, driver, local
 from tests.made import make_set, row
+from tests.training.faults import move_storage
 from tests.training.readers import StalledReader
 from tests.training.runs import (
     HELD_OUT,
@@ -275,6 +277,34 @@ def test_run_replaces_killed_data_process_and_resumes_after_stop_with_equal_weig
     done = driver.train(one_worker(data, tmp_path, "run"), reporter)
     assert done.result["status"] == "finished" and notes(reporter, "resume")
     assert same_weights(weights(done.path), weights(calm.path))
+
+
+class MountingAgain(Silent):
+    """Moves the storage back when a checkpoint after step 10 could not be written."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def log(self, text, label=""):
+        super().log(text, label)
+        if "steps are kept" in text and (self.folder / "faults" / "away-at-10").exists():
+            move_storage(away=False)
+
+
+def test_run_whose_storage_vanishes_takes_the_same_steps(data, tmp_path, calm):
+    """Training continues, and the newest checkpoint is written when the storage is back."""
+    (tmp_path / "runs").mkdir()
+    reporter = MountingAgain(tmp_path)
+    outcome = driver.train(
+        one_worker(data, tmp_path / "runs", "run", callbacks=["StorageAway"]), reporter
+    )
+    assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 0)
+    assert marks(outcome.path) == marks(calm.path)
+    assert same_weights(weights(outcome.path), weights(calm.path))
+    logged = [text for text in notes(reporter, "storage") if f"{outcome.path} can" in text]
+    assert "cannot be used on" in logged[0] and "can be used again" in logged[-1]
+    assert all(socket.gethostname() in text for text in logged)
 
 
 class StoppingWhenStalled(Silent):

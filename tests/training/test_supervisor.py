@@ -18,6 +18,7 @@ from mmray.errors import (
     TrainingError,
     UsageError,
 )
+from mmray.storage import outage
 from mmray.storage.lease import Lease
 from mmray.training import driver, monitor, supervisor
 from mmray.training.run_dir import RunDir
@@ -174,6 +175,7 @@ def test_lost_lease_leaves_result_and_report_of_new_owner(
 def test_full_disk_at_the_end_reports_how_to_resume(make, tmp_path, monkeypatch):
     (tmp_path / "result.json").write_text('{"restarts": 2, "elapsed_s": 1000.0}')
     message = r"step 3 are saved in .*checkpoints.*No space left.*rerun the same command"
+    monkeypatch.setattr(outage, "LIMIT_S", 0.0)
     with monkeypatch.context() as full:
         full.setattr(RunDir, "write_json", full_disk)
         with pytest.raises(ResourceError, match=message):
@@ -246,7 +248,8 @@ def test_storage_failure_between_attempts_is_retried(
 
     save(tmp_path, 2)
     monkeypatch.setattr(unit, name, flaky)
-    monkeypatch.setattr(supervisor, "STORAGE_RETRIES_S", (0.0, 0.0))
+    monkeypatch.setattr(outage, "RETRY_EVERY_S", 0.01)
+    monkeypatch.setattr(outage, "LIMIT_S", 0.05)
     made = make(lose(2), finish)
     assert made.train()["restarts"] == 1
     assert len(labeled(made, "storage")) == 2 and len(labeled(made, "resume")) == 2

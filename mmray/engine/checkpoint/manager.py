@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -15,6 +16,7 @@ from mmray.engine.metrics.writers import LogUploader, Metrics, MetricsLog
 from mmray.engine.run_state import CheckpointState
 from mmray.errors import StorageError, TrainingError
 from mmray.storage import lease
+from mmray.storage.outage import Outage, is_outage, retry_until_back
 from mmray.storage.paths import AnyPath
 
 if TYPE_CHECKING:
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
 
 MAX_WAIT_S = 10.0  # wait for the save in progress, while other ranks wait in a collective
 RETRY = "Training continues; the next checkpoint is saved as scheduled"
+KEPT = (
+    "its steps are kept in memory, and the newest checkpoint is written when the storage can be "
+    "used. Mount it, free space or fix the permissions"
+)
 
 
 class CheckpointManager:
@@ -29,9 +35,10 @@ class CheckpointManager:
 
     Under DDP only rank 0 has a manager. Under FSDP every rank has one and writes its own file.
 
-    A storage error is logged, and training continues with the previous checkpoint; only the last
-    save has to succeed. Any other error is raised by the next call, for example that another
-    process has taken over the run's folder (its lease).
+    A save that the storage refuses is repeated every 10 s while training continues, until a newer
+    one replaces it; only the last save has to succeed, within an hour. Ranks that save together
+    repeat only the last one. Any error that is not of the storage is raised by the next call, for
+    example that another process has taken over the run's folder (its lease).
 
     `save(step, rows_consumed, state, metrics, last)` returns once the state is copied to the host;
     a thread writes it.
@@ -53,6 +60,7 @@ class CheckpointManager:
             not evaluated, if that is shorter); None: no limit.
         cpu_group: gloo group of all ranks for sharded saves, which nothing else uses; None if this
             process saves alone.
+        on_retry: called without arguments before the last save is repeated.
 
     Attributes:
         save_duration_s: seconds from start to end of the newest finished save; None: none yet.
@@ -69,6 +77,7 @@ class CheckpointManager:
         metric: str,
         max_wait_s: float | None = None,
         cpu_group: Any = None,
+        on_retry: Callable[[], None] = lambda: None,
     ):
         self._folder = folder
         self._fencing_token = fencing_token
@@ -78,6 +87,11 @@ class CheckpointManager:
         self._metric = metric
         self._max_wait_s = max_wait_s
         self._cpu_group = cpu_group
+        self._on_retry = on_retry
+        log = partial(notify, "storage") if fencing_token is not None else lambda _: None
+        self._outage = Outage(folder, log, KEPT)
+        # Set to end the repetitions of the save in progress.
+        self._replaced = threading.Event()
         if fencing_token is not None:
             self.uploader = LogUploader(folder, notify, self._check_lease)
         self._log: MetricsLog | None = None
@@ -138,6 +152,7 @@ class CheckpointManager:
         # An evaluated step may be the best, so its save waits longer.
         if max_wait_s is not None and not is_evaluated:
             max_wait_s = min(MAX_WAIT_S, max_wait_s)
+        self._replaced.set()
         if self._pending and not wait([self._pending], None if last else max_wait_s).done:
             text = (
                 f"skipped the checkpoint of step {step}: the one before is still being "
@@ -154,28 +169,64 @@ class CheckpointManager:
         }
         path = self._folder / "checkpoints" / f"step-{step}"
         self._stager = self._stager or state_io.HostStager()
-        saved = state_io.save_async(
+        write = state_io.stage_save(
             path,
             state,
             meta,
             cpu_group=self._cpu_group,
             stager=self._stager,
-            before_write=partial(self._before_write, step),
+            before_write=self._before_write,
             on_complete=self._prune,
         )
-
-        def finish() -> None:
-            with state_io.as_storage_error(path, discards=self._fencing_token is not None):
-                saved.result()
-            self.save_duration_s = time.perf_counter() - start_s
-
-        self._pending = self._thread.submit(finish)
+        self._write_in_background(path, write, last, time.perf_counter() - start_s)
         return self.save_duration_s
+
+    def _write_in_background(
+        self, path: AnyPath, write: Callable[[], None], last: bool, staged_s: float
+    ) -> None:
+        """Write a staged checkpoint in the thread, again while the storage refuses it.
+
+        Args:
+            staged_s: Seconds since the start of the save.
+        """
+        replaced = threading.Event()
+        if self._cpu_group is not None and not last:
+            replaced.set()
+        # The rank waits for the last save only: during others it may hang elsewhere.
+        on_retry = self._on_retry if last else lambda: None
+
+        def write_once() -> None:
+            start_s = time.perf_counter()
+            from mmray.engine.checkpoint import state_io
+
+            with state_io.as_storage_error(path, discards=self._fencing_token is not None):
+                write()
+            self.save_duration_s = staged_s + time.perf_counter() - start_s
+
+        self._replaced = replaced
+        self._pending = self._thread.submit(
+            retry_until_back, write_once, self._outage, replaced, on_retry
+        )
 
     def poll(self) -> None:
         """Check whether a save has ended: log its StorageError, raise any other error of it."""
         if self._pending and self._pending.done():
             self._finish_pending()
+
+    def abandon(self) -> None:
+        """End the repetitions of a save that the storage refuses, after an error of training."""
+        self._replaced.set()
+
+    def wait_saved(self) -> None:
+        """Wait for the last save.
+
+        Raises:
+            StorageError: It failed.
+            TrainingError: Another process has taken over the run.
+        """
+        self._wait_pending()
+        if self._error is not None:
+            raise self._error
 
     def close(self) -> None:
         """Wait for the last save, and upload the rest of the logs.
@@ -185,9 +236,7 @@ class CheckpointManager:
             TrainingError: Another process has taken over the run.
         """
         try:
-            self._wait_pending()
-            if self._error is not None:
-                raise self._error
+            self.wait_saved()
         finally:
             self._thread.shutdown(wait=False)
             if self._stager is not None:
@@ -198,7 +247,7 @@ class CheckpointManager:
     def _finish_pending(self) -> None:
         if self._pending is not None:
             self._wait_pending()
-            if self._error is not None:
+            if self._error is not None and not is_outage(self._error):
                 self._notify("checkpoint", f"{self._error}. {RETRY}")
 
     def _wait_pending(self) -> None:
@@ -216,17 +265,15 @@ class CheckpointManager:
         assert self._fencing_token is not None
         lease.check_fencing_token(self._folder, self._fencing_token)
 
-    def _before_write(self, step: int) -> None:
-        """Check that this run still has the folder, and upload what was logged up to this step."""
-        try:
-            self._check_lease()
-            if self._log is not None:
-                self._log.flush()
-            self.uploader.upload_changed()
-        except OSError as error:
-            raise StorageError(
-                f"the storage does not answer, so step {step} has no checkpoint: {error}"
-            ) from error
+    def _before_write(self) -> None:
+        """Check that this run still has the folder, and upload what was logged up to this step.
+
+        Raises OSError.
+        """
+        self._check_lease()
+        if self._log is not None:
+            self._log.flush()
+        self.uploader.upload_changed()
 
     def _prune(self) -> None:
         try:

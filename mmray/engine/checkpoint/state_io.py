@@ -28,7 +28,6 @@ import struct
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, reduce
 from operator import getitem
@@ -65,7 +64,6 @@ from torch.distributed.checkpoint.planner import (
     SavePlan,
     SavePlanner,
 )
-from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future as TorchFuture
@@ -97,7 +95,7 @@ warnings.filterwarnings("ignore", "The given buffer is not writable")
 MAX_HEADER_BYTES = 100 << 20
 
 
-def save_async(
+def stage_save(
     path: AnyPath,
     state: CheckpointState,
     meta: dict[str, Any],
@@ -105,8 +103,8 @@ def save_async(
     stager: HostStager | None = None,
     before_write: Callable[[], None] = lambda: None,
     on_complete: Callable[[], None] = lambda: None,
-) -> Future[Any]:
-    """Copy the state to the host and write it in a background thread.
+) -> Callable[[], None]:
+    """Copy the state to the host, and return the function that writes the checkpoint.
 
     Args:
         path: Folder of the checkpoint; an existing one is replaced.
@@ -116,14 +114,15 @@ def save_async(
             saves alone.
         stager: Keeps its buffers from save to save, so the previous save must have ended; None:
             buffers of this save.
-        before_write: Called without arguments on rank 0 in the background thread, before any rank
-            writes and again before the checksums. Every rank raises what it raises.
-        on_complete: Called without arguments on rank 0 in the background thread, when the
-            checkpoint is complete. Every rank raises what it raises.
+        before_write: Called without arguments on rank 0, before any rank writes and again before
+            the checksums. Every rank raises what it raises.
+        on_complete: Called without arguments on rank 0 when the checkpoint is complete. Every rank
+            raises what it raises.
 
     Returns:
-        A future that ends with the save. Its `result()` raises errors of any rank; call it inside
-        `as_storage_error`, which turns those of the storage into StorageError.
+        A function without arguments that all ranks call, in any thread, and again after an error.
+        It raises errors of any rank; call it inside `as_storage_error`, which turns those of the
+        storage into StorageError.
     """
     values, tensors = separate_tensors(state)
     stager = stager or HostStager()
@@ -132,19 +131,21 @@ def save_async(
     )
     if writer.rank != 0:
         tensors = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, DTensor)}
-    saved = dcp.async_save(
-        tensors,
-        storage_writer=writer,
-        planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-        process_group=cpu_group,
-        async_stager=stager,
-        no_dist=cpu_group is None,
-    )
-    assert isinstance(saved, Future)
-    return saved
+    copies = stager.stage(tensors)
+
+    def write() -> None:
+        dcp.save(
+            copies,
+            storage_writer=writer,
+            planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=cpu_group,
+            no_dist=cpu_group is None,
+        )
+
+    return write
 
 
-class HostStager(AsyncStager):
+class HostStager:
     """Copies tensors of a state into host memory, which each `stage` reuses; for a GPU it is
     pinned.
 
@@ -155,8 +156,6 @@ class HostStager(AsyncStager):
     Tensors of less than 5 bytes, such as AdamW's step counts, are not pinned, so the host waits for
     their copies. They are copied first, because a stream copies in order.
     """
-
-    _synchronize_after_execute = False
 
     def __init__(self) -> None:
         self._buffers: StateDictStager | None = None

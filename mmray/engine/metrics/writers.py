@@ -6,6 +6,8 @@ Metric keys are `area/name_unit`.
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from mmray.errors import StorageError, TrainingError
 from mmray.evaluation.shown_images import shown_images
+from mmray.storage.outage import Outage
 from mmray.storage.paths import AnyPath, RemotePath, copy_file, temp_dir, write_atomic
 
 Metrics = dict[str, Any]
@@ -68,10 +71,12 @@ class MetricsLog:
         self._folder = folder
         self._purge_step = start_step + 1
         self._warn = partial(notify, "storage")
+        meanwhile = "training continues, and lines are kept for a later write"
+        self._outage = Outage(folder / METRICS, self._warn, meanwhile)
         self._check_lease = check_lease
         self._path = folder / METRICS
         self._pending = b""  # lines not written yet
-        self._write_failed = False
+        self._is_stale = False  # the file must be opened again
         self._checked_s = time.time()  # wall clock: includes suspend
         self._lost_lease: TrainingError | None = None
         self._events: Any = None
@@ -153,16 +158,11 @@ class MetricsLog:
             self._pending += line
             self._write_out()
             self._write_tensorboard(metrics)
-            self._write_failed = False
+            self._outage.ended()
         except TrainingError as error:
             self._lost_lease = error
         except OSError as error:
-            if not self._write_failed:
-                self._warn(
-                    f"cannot write {self._path}: {error.strerror or error}; lines are kept "
-                    "for a later write"
-                )
-            self._write_failed = True
+            self._outage.failed(error)
 
     def _write_file(self, path: Path, text: str) -> None:
         try:
@@ -196,8 +196,20 @@ class MetricsLog:
 
     def _write_out(self) -> None:
         """Write pending lines, continuing after partial writes. Raises OSError."""
-        while self._pending:
-            self._pending = self._pending[self._file.write(self._pending) :]
+        if self._is_stale:
+            # Without O_CREAT: a new file could be in the empty folder below a lost mount.
+            file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+            with suppress(OSError):
+                self._file.close()
+            self._file = os.fdopen(file, "ab", buffering=0)
+            self._is_stale = False
+        try:
+            while self._pending:
+                self._pending = self._pending[self._file.write(self._pending) :]
+        except OSError as error:
+            # The open file of a storage that was unmounted stays unusable.
+            self._is_stale = error.errno != errno.ENOSPC
+            raise
 
     def _write_tensorboard(self, metrics: Metrics) -> None:
         """Write the line to TensorBoard. Raises OSError; pending events are then missing there."""
@@ -207,6 +219,7 @@ class MetricsLog:
 
         try:
             if self._events is None:
+                self._path.stat()  # the writer would create the folder below a lost mount
                 self._events = SummaryWriter(str(self._folder), purge_step=self._purge_step)
             for key, value in metrics.items():
                 if "/" in key:

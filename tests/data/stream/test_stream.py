@@ -28,6 +28,7 @@ from mmray.storage.requests import TransientStorageError
 from mmray.training.ray_backend import root_cause
 from tests.data.stream.consumers import compare, consume, taken
 from tests.made import CAPTIONS, make_set, png, row
+from tests.polling import wait_until
 from tests.training.readers import FailingReader
 
 INPUTS = Inputs(image_side=8, fit="squash", max_tokens=12)
@@ -262,6 +263,23 @@ def test_unreadable_row_and_damaged_record_invalidate_only_themselves(tmp_path):
         "checksum",
         "the bytes differ from those that were prepared",
     )
+
+
+def test_rows_of_a_vanished_storage_are_waited_for(tmp_path, monkeypatch, caplog):
+    """They are not unreadable: the run would otherwise take other steps."""
+    monkeypatch.setattr("mmray.storage.outage.RETRY_EVERY_S", 0.01)
+    (tmp_path / "mount").mkdir()
+    prepared = make_set(tmp_path / "mount" / "set", [row(number) for number in range(8)])
+    reader = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
+    (tmp_path / "mount").rename(tmp_path / "away")
+    (tmp_path / "mount").mkdir()
+    plan = SamplePlan(8, 8, 1, seed=0, steps=1)
+    with ThreadPoolExecutor(1) as thread:
+        block = thread.submit(reader.read_block, plan, np.arange(8))
+        wait_until(lambda: "cannot be used on" in caplog.text)
+        (tmp_path / "mount").rmdir()
+        (tmp_path / "away").rename(tmp_path / "mount")
+        assert block.result()["valid"].all()
 
 
 def test_caption_choice_differs_by_epoch_and_is_reproducible(tmp_path):

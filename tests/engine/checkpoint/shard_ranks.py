@@ -32,7 +32,7 @@ from mmray.engine.worker import build_model
 from mmray.errors import MmrayError, OutOfMemoryError, StorageError, UsageError
 from mmray.models.protocol import PRETRAINED, is_sharded
 from mmray.objectives.contrastive import Contrastive
-from mmray.storage import requests
+from mmray.storage import outage, requests
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, to_path
 from tests.engine import toy
@@ -215,17 +215,23 @@ def oom_in_probe(group: Group, file: Path) -> None:
 
 
 def save_on_full_disk(group: Group, run: Path) -> str:
-    """Rank 1's disk is full at the first checkpoint, which each rank reports."""
+    """Rank 1's disk is full at the last checkpoint, which both ranks repeat and then report."""
     manager, lease = manager_of(group, run)
+    failures = []
 
     def fail(file: Path) -> str:
+        failures.append(file)
         raise OSError(28, "No space left on device")
 
-    with patch.object(state_io, "sha256", fail if group.rank else state_io.sha256):
+    with (
+        patch.object(state_io, "sha256", fail if group.rank else state_io.sha256),
+        patch.multiple(outage, RETRY_EVERY_S=0.01, LIMIT_S=0.02),
+    ):
         manager.save(1, 12, {"model": sharded_state(group), "progress": {"step": 1}}, {}, last=True)
         try:
             manager.close()
         except StorageError as error:
+            assert len(failures) == (3 if group.rank else 0)
             return str(error)
         finally:
             if lease is not None:

@@ -2,6 +2,7 @@
 training.
 """
 
+import socket
 import threading
 import time
 from collections import Counter
@@ -18,9 +19,10 @@ from mmray.engine.checkpoint.manager import (
 from mmray.engine.heartbeat import Heartbeat, HeartbeatState
 from mmray.engine.worker import _closing
 from mmray.errors import StorageError, TrainingError
-from mmray.storage import requests
+from mmray.storage import outage, requests
 from mmray.storage.lease import Lease
 from mmray.storage.paths import to_path
+from tests.polling import wait_until
 
 
 class Checkpoints:
@@ -103,19 +105,56 @@ def test_storage_that_fails_for_a_while_costs_one_checkpoint(stored, s3):
     s3.fail("PUT", "step-6/", 1000, status=400)
     for step in (3, 6):
         stored.save(step)
-    wait_done(stored.manager)
+    wait_until(lambda: stored.logged)
     stored.manager.poll()
-    stored.save(9)
+    stored.save(9)  # replaces it
     stored.manager.close()
     assert stored.names() == ["step-3", "step-9"]
-    ((label, text),) = stored.logged
-    assert label == "checkpoint" and "step-6" in text and "Training continues" in text
+    (_, failed), (_, ended) = stored.logged
+    assert "cannot be used on" in failed and "its steps are kept in memory" in failed
+    assert "can be used again" in ended
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_save_is_repeated_until_the_storage_is_mounted_again(local, tmp_path, monkeypatch, last):
+    """An empty folder in its place is no take-over, and nothing is written there."""
+    monkeypatch.setattr(outage, "RETRY_EVERY_S", 0.01)
+    monkeypatch.setattr(outage, "LOG_EVERY_S", 0.05)
+    local.save(3)
+    wait_done(local.manager)
+    local.run.rename(tmp_path / "away")
+    local.run.mkdir()
+    local.save(6, last)
+    wait_until(lambda: len(local.logged) >= 3)  # a line at once, then each minute
+    assert not list(local.run.iterdir())
+    local.run.rmdir()
+    (tmp_path / "away").rename(local.run)
+    wait_done(local.manager)
+    local.manager.close()
+    assert local.names() == ["step-3", "step-6"]
+    assert {label for label, _ in local.logged} == {"storage"}
+    *failed, ended = (text for _, text in local.logged)
+    host = f"{local.run} cannot be used on {socket.gethostname()} for "
+    assert all(text.startswith(host) and "not mounted" in text for text in failed)
+    assert "can be used again" in ended
+
+
+def test_missing_permission_is_not_waited_for(local, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(state_io, "save_weights", refuse)
+    local.save(3)
+    with pytest.raises(StorageError, match="Permission denied"):
+        local.manager.close()
 
 
 @pytest.mark.parametrize("polled", [False, True])
-def test_last_save_must_succeed(stored, s3, polled):
+def test_last_save_must_succeed(stored, s3, polled, monkeypatch):
     stored.save(3)
+    wait_done(stored.manager)
     s3.fail("PUT", "checkpoints/step-6/", 1000, status=400)
+    monkeypatch.setattr(outage, "LIMIT_S", 0.0)
     stored.save(6)
     if polled:
         wait_done(stored.manager)

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import socket
 import threading
 from functools import partial
 
@@ -59,13 +61,13 @@ def test_line_is_written_before_the_next_as_strict_json(tmp_path):
 class LimitedDisk:
     """The log's file, on a disk with this many free bytes."""
 
-    def __init__(self, log, free):
-        self.file, self.free = log._file, free
+    def __init__(self, log, free, error=errno.ENOSPC):
+        self.file, self.free, self.error = log._file, free, error
         log._file = self
 
     def write(self, line):
         if not self.free:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(self.error, os.strerror(self.error))
         written = self.file.write(line[: self.free])
         self.free -= written
         return written
@@ -81,7 +83,8 @@ def test_full_disk_is_logged_once_and_lines_are_written_later(tmp_path):
     for step in range(1, 6):
         log.write({"step": step, "train/loss": 1 / step})
     log.flush()
-    assert len(messages) == 1 and "metrics.jsonl: No space left on device" in messages[0]
+    assert len(messages) == 1 and "No space left on device" in messages[0]
+    assert str(tmp_path / "metrics.jsonl") in messages[0] and socket.gethostname() in messages[0]
     assert (tmp_path / "metrics.jsonl").stat().st_size == 70  # two lines and a half
     for step, disk.free in ((6, 10**6), (7, 0)):
         log.write({"step": step, "train/loss": 0.1})
@@ -89,7 +92,27 @@ def test_full_disk_is_logged_once_and_lines_are_written_later(tmp_path):
     disk.free = 10**6
     log.close()
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
-    assert len(messages) == 2  # it was full twice
+    assert len(messages) == 3  # it was full twice, and free once before the end
+
+
+def test_log_of_a_stale_mount_is_opened_again(tmp_path):
+    """After an unmount the open file is of no use, and a new one must not be created."""
+    messages = []
+    (tmp_path / "run").mkdir()
+    log = MetricsLog(tmp_path / "run", notify=lambda _, text: messages.append(text))
+    disk = LimitedDisk(log, free=0, error=errno.ESTALE)
+    (tmp_path / "run").rename(tmp_path / "away")
+    (tmp_path / "run").mkdir()
+    for step in (1, 2):
+        log.write({"step": step})
+    log.flush()
+    assert not list((tmp_path / "run").iterdir()) and "Stale file handle" in messages[0]
+    (tmp_path / "run").rmdir()
+    (tmp_path / "away").rename(tmp_path / "run")
+    log.write({"step": 3})
+    log.close()
+    assert log._file is not disk and "can be used again" in messages[-1]
+    assert [line["step"] for line in lines_of(tmp_path / "run")] == [1, 2, 3]
 
 
 def test_lines_never_written_are_counted_and_do_not_end_the_run(tmp_path):
@@ -114,7 +137,7 @@ def test_tensorboard_on_full_disk_is_logged_and_starts_another_file_later(tmp_pa
         log.write({"step": step, "train/loss": 0.5})
     log.close()
     files = list(tmp_path.glob("events.*"))
-    assert len(messages) == 1 and len(lines_of(tmp_path)) == 3 and len(files) == 2
+    assert len(messages) == 2 and len(lines_of(tmp_path)) == 3 and len(files) == 2
     assert (
         max(EventAccumulator(str(file)).Reload().Scalars("train/loss")[-1].step for file in files)
         == 3

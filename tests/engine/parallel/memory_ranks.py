@@ -49,9 +49,7 @@ def main(rank: int, folder: str, scenario: str) -> None:
     result: dict[str, Any] = {"peak": status("VmHWM") - before, "read": 0}
     if scenario == "start":
         state = {"model": dict(model.state_dict())}
-        state_io.save_async(
-            checkpoint, state, {"architecture": {}}, group.new_cpu_group(60)
-        ).result()
+        state_io.stage_save(checkpoint, state, {"architecture": {}}, group.new_cpu_group(60))()
     else:
         before, reads = reset_peak(), []
         read = partial(count_read, reads, RangeReader.read)
