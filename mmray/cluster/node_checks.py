@@ -4,11 +4,13 @@ them.
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import version
@@ -24,6 +26,7 @@ import ray.exceptions
 from mmray.cluster.connect import ray_session
 from mmray.cluster.doctor import check_disk, check_storage, measure_shm, warn_if
 from mmray.cluster.placement import alive_nodes, free_address, node_name, run_on_node
+from mmray.cluster.ray_internals import KEEPALIVE_MS, KEEPALIVE_VARIABLE
 from mmray.config import Cluster
 from mmray.errors import Finding, Level
 from mmray.machine import cores, set_network_interface
@@ -32,6 +35,7 @@ from mmray.version import VERSION
 TIMEOUT_S = 120.0
 TRANSFER_MB = COLLECTIVE_MB = 64
 ROUNDS = 3
+RAY_KEEPALIVE_MS = 20_000  # Ray's default
 BUSY_FRACTION = 0.5  # share of the cores before the measurements
 # Below the first value a figure is poor, below the second it is bad.
 DECODES_PER_S = (200.0, 80.0)
@@ -93,11 +97,28 @@ def check_node(gpus_of_ray: int, decodes_per_s: Callable[[], float]) -> tuple[st
     findings = [check_load(busy_cores, cores())]
     if gpus_of_ray:
         findings.append(_check_gpus(gpus_of_ray))
+    with suppress(psutil.Error):  # of another user
+        findings.append(check_keepalive(psutil.Process(os.getppid()).environ()))
     findings += measure_shm()
     findings.append(check_disk("disk", Path(tempfile.gettempdir())))
     findings.append(check_decoding(decodes_per_s()))
     packages = ", ".join(f"{name} {version(name)}" for name in ("ray", "torch", "pyarrow"))
     return f"mmray {VERSION}, Python {sys.version.split()[0]}, {packages}", findings
+
+
+def check_keepalive(raylet_environment: Mapping[str, str]) -> Finding:
+    """Check that connections of Ray survive a link that fails for some seconds.
+
+    Args:
+        raylet_environment: Environment variables with which Ray was started on the node.
+    """
+    value_ms = int(raylet_environment.get(KEEPALIVE_VARIABLE, RAY_KEEPALIVE_MS))
+    fix = (
+        f"start Ray on all nodes with {KEEPALIVE_VARIABLE}={KEEPALIVE_MS}, or a link that fails "
+        "for 20 s can end a run minutes later"
+    )
+    observed = f"Ray keeps connections that do not answer for {value_ms / 1000:g} s"
+    return warn_if(value_ms < KEEPALIVE_MS, "connections", observed, fix)
 
 
 def check_load(busy_cores: float, num_cores: int) -> Finding:

@@ -24,7 +24,13 @@ PRELOAD_VARIABLE = "RAY_preload_python_modules"  # modules that idle worker proc
 STATE_TRACKING_VARIABLE = "RAY_TRAIN_ENABLE_STATE_TRACKING"
 GITIGNORE_VARIABLE = "RAY_RUNTIME_ENV_IGNORE_GITIGNORE"
 REQUEST_TIMEOUT_S = 60.0  # of jobs; Ray has none, so a broken connection would hang
+# A connection that gets no answer for this long is closed (Ray's default: 20 s). The other side is
+# not told while the link is down: a call that waits for its reply would fail five minutes later,
+# when Ray's client next tests the connection. Longer than Ray needs to give up a node.
+KEEPALIVE_VARIABLE = "RAY_grpc_keepalive_timeout_ms"
+KEEPALIVE_MS = 120_000
 ENVIRONMENT = {
+    KEEPALIVE_VARIABLE: str(KEEPALIVE_MS),
     # Ray's 2 s delay each report and the detection of each failure
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",

@@ -103,7 +103,8 @@ def test_cluster_checks_measure_each_node_and_the_links(nodes, tmp_path, monkeyp
     levels = {each.name: each.level for each in found}
     assert levels["versions"] == levels["run.storage"] == "ok"
     names = [name.partition(" ")[2].partition(" ")[2] for name in levels if name[:5] == "node "]
-    assert sorted(names) == sorted(2 * ["load", "shared memory", "disk", "clock", "decoding"])
+    checks = ["load", "connections", "shared memory", "disk", "clock", "decoding"]
+    assert sorted(names) == sorted(2 * checks)
     assert sum(name.startswith("transfer ") for name in levels) == 2
     (collective,) = [each for each in found if each.name.startswith("all-reduce of 2 nodes")]
     assert "MB/s" in collective.observed
@@ -114,6 +115,8 @@ def test_cluster_checks_measure_each_node_and_the_links(nodes, tmp_path, monkeyp
     [
         (node_checks.check_load(0.2, 8), "ok"),
         (node_checks.check_load(5.0, 8), "warning"),
+        (node_checks.check_keepalive({}), "warning"),
+        (node_checks.check_keepalive({"RAY_grpc_keepalive_timeout_ms": "120000"}), "ok"),
         (node_checks.check_clock(0.01), "ok"),
         (node_checks.check_clock(-1.0), "warning"),
         (node_checks.check_clock(7.0), "error"),
