@@ -221,7 +221,11 @@ class Prepare(Section, settings_prefix="prepare"):
         "as the model takes; 0: keep all bytes.",
     )
     max_pixels: int = Field(
-        25_000_000, ge=1, description="Quarantine images of more pixels, before they are decoded."
+        25_000_000,
+        ge=1,
+        le=178_956_970,
+        description="Quarantine images of more pixels, before they are decoded. Pillow opens none "
+        "of more than the maximum.",
     )
     pages: Literal["first", "images"] = Field(
         "first",

@@ -83,7 +83,8 @@ def log_manifest(manifest: Manifest, out: str, reporter: RunReporter) -> None:
         reporter.log(text, "images")
     quarantined = f"{manifest.num_quarantined:,} rows"
     if manifest.num_quarantined:
-        quarantined += f"; reasons are in {out}/quarantine.jsonl"
+        kinds = ", ".join(f"{count:,} {reason}" for reason, count in manifest.reasons.items())
+        quarantined += f": {kinds}; see {out}/quarantine.jsonl"
     reporter.log(quarantined, "quarantined")
     if unreadable := manifest.reasons.get("unreadable"):
         text = "rows failed on a disk or a server; rerun the same command to retry them"

@@ -206,7 +206,7 @@ def rejection_error(
         f"{path}: {bad:,} of {num_read:,} rows are bad ({100 * bad / num_read:.3g} %), {limit}",
         *(
             f"  {count:,} {reason}, for example {result.examples[reason]}"
-            for reason, count in reasons.most_common(5)
+            for reason, count in reasons.most_common()
         ),
         f"All of them are in {quarantine}.",
         advice,

@@ -30,6 +30,7 @@ from mmray.data.rows import (
     KEPT_COLUMNS,
     NOTICES,
     TEXT_COLUMN,
+    TEXT_COLUMNS,
     BadRow,
     ImageRef,
     join_unused,
@@ -250,8 +251,8 @@ def describe_source(
 
     Yields:
         (line, heading), such as ("a.csv: 120 rows of CSV with the delimiter comma", "source"). The
-        other headings, each at most once, are `splits`, `ignored` (files), `columns`, `classes`,
-        `kept` (columns of `prepare.keep`), `example` (values of a row) and `download`.
+        other headings, each at most once, are `splits`, `ignored` (files), `columns`, `repeats`
+        (of images), `classes`, `kept` (columns of `prepare.keep`) and `example` (values of a row).
     """
     total = count_rows(chunks)
     size = f"{len(chunks):,} files" if total is None else f"{total:,} rows"
@@ -263,6 +264,8 @@ def describe_source(
         yield f"{source.ignored.total():,} files by suffix: {', '.join(counts)}", "ignored"
     if columns := _format_columns(source, first_rows):
         yield columns, "columns"
+    if repeats := _format_repeats(job, first_rows):
+        yield repeats, "repeats"
     if names := source.class_names:
         more = ", ..." if len(names) > _NUM_SHOWN_CLASSES else ""
         others = [name for name in names if label_number(name) is None]
@@ -305,6 +308,25 @@ def _format_columns(source: Source, first_rows: Sequence[RawRow]) -> str:
         f"{name}={source.columns[name]}" if name in source.columns else name for name in used
     )
     return f"{text} ({'; '.join(notices)})" if notices else text
+
+
+def _format_repeats(job: PrepareJob, first_rows: Sequence[RawRow]) -> str:
+    """Return what happens to first rows that repeat the image file of another; "" for none."""
+    captioned = [
+        row.values
+        for row in first_rows
+        if isinstance(row.values, dict) and not row.values.keys().isdisjoint(TEXT_COLUMNS)
+    ]
+    values = [row[name] for row in captioned for name in ("image_path", "image") if name in row]
+    paths = [value for value in values if isinstance(value, str)]
+    repeats = len(paths) - len(set(paths))
+    if not repeats or job.settings.duplicates not in ("image", "text"):
+        return ""
+    return (
+        f"{repeats} of the first {len(first_rows)} rows have the image of an earlier one and will "
+        "be quarantined as duplicates: --group image joins the captions of an image, --duplicates "
+        "row keeps such rows"
+    )
 
 
 def _format_example(row: RawRow) -> str:

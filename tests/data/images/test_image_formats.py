@@ -102,6 +102,19 @@ def test_samples_of_unknown_range_and_large_images_are_refused(data, reason):
         decode(data)
 
 
+def test_own_limit_is_named_where_pillow_has_another():
+    with pytest.raises(BadImage, match="over 2000 pixels"):
+        decode(encode(Image.new("1", (20_000, 10_000)), "PNG"), 2000)
+
+
+def test_damaged_tiff_is_an_error_without_output_of_its_library(capfd):
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    data = encode(Image.fromarray(pixels), "TIFF", compression="tiff_lzw")
+    with pytest.raises(BadImage, match="corrupt"):
+        decode(data[:20] + bytes(255 - byte for byte in data[20:200]) + data[200:])
+    assert capfd.readouterr() == ("", "")
+
+
 def test_large_png_in_an_icon_is_refused():
     data = encode(RAMP, "ICO", sizes=[(60, 40)])
     with pytest.raises(BadImage, match="60 x 40 is over 2000 pixels"):

@@ -33,6 +33,22 @@ def test_columns_and_an_example_are_logged_before_packing(tmp_path, in_process):
     assert logs["example"] == "rows.jsonl:1: id 'k0', image '0.png', text 'the title'"
 
 
+def test_repeated_images_of_captions_are_announced_before_packing(tmp_path):
+    source = make_source(tmp_path / "raw", 2)
+    with source.open("a") as file:
+        file.writelines(json.dumps({"image": "0.png", "text": f"{n}"}) + "\n" for n in range(3))
+
+    def headings(**changes):
+        logs = {}
+        settings = LAX.model_copy(update=changes)
+        check_source(str(source), settings, lambda text, heading: logs.update({heading: text}))
+        return logs
+
+    assert headings()["repeats"].startswith("3 of the first 5 rows have the image of an earlier")
+    assert "repeats" not in headings(group="image")
+    assert "repeats" not in headings(duplicates="row")
+
+
 def test_dry_run_checks_the_first_rows_and_writes_nothing(tmp_path):
     source = make_source(tmp_path / "raw", 2)
     (tmp_path / "raw" / "half.png").write_bytes(color_image(5)[:40])
