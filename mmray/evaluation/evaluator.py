@@ -58,7 +58,7 @@ class Evaluator(EvalDataset):
             Equal on all ranks: `rows` (distinct images) and `bad_rows`. Unless the task is
             `zero_shot`, `recall_at_K/DIRECTION` (K 1, 5, 10) and `median_rank/DIRECTION` (DIRECTION
             `image_to_text` or `text_to_image`), `recall_at_1/mean`, and maybe `loss` (mean over the
-            rows). With class names, unless the task is `retrieval`, `zero_shot/top_1`,
+            rows) and, if it has other negatives than in training, `loss_rows` (of a batch). With class names, unless the task is `retrieval`, `zero_shot/top_1`,
             `zero_shot/top_5`, `zero_shot/mean_per_class_recall` and `zero_shot/rows`. With a
             classification head `classification/top_1`, `classification/top_5` and
             `classification/rows`, and with a region head `regions/top_1`, `regions/top_5` and
@@ -80,9 +80,12 @@ class Evaluator(EvalDataset):
                 if save_examples is not None:
                     examples.add(direction, ranked)
             metrics |= retrieval.mean_recall(metrics)
-            metrics |= embedding_loss(
-                embedded, group, objective, settings.loss_batch or global_batch_size
-            )
+            loss_batch = settings.loss_batch or global_batch_size
+            loss = embedding_loss(embedded, group, objective, loss_batch)
+            loss_rows = min(loss_batch, len(embedded.row))
+            if loss and loss_rows != global_batch_size:
+                loss["loss_rows"] = float(loss_rows)
+            metrics |= loss
             if save_examples is not None:
                 save_examples(examples.values(len(embedded.row)))
         embeds = {"image": embedded.image}

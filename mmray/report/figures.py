@@ -148,7 +148,10 @@ def _metric_curves(run: RunRecord, prefixes: dict[str, str]) -> dict[str, dict[s
     for name, title, legend in shown:
         charts.setdefault(title, {})[name] = _curve(legend, next(colors))
     for (name, prefix), color in zip(prefixes.items(), cycle((ORANGE, TEAL, ROSE)), strict=False):
-        charts[LOSS_CHART][f"{prefix}loss"] = _curve(f"held out {name}".strip(), color)
+        # A contrastive loss depends on its number of negatives.
+        rows = run.newest(prefix).get("loss_rows")
+        other = f" (batch of {rows:,.0f}: not comparable)" if rows else ""
+        charts[LOSS_CHART][f"{prefix}loss"] = _curve(f"held out {name}".strip() + other, color)
     return charts
 
 
@@ -180,9 +183,11 @@ def _step_chart(
     """Return a chart of metrics over the steps of a run; empty if none of them was measured."""
     traces = []
     ranges = []
+    measured: list[int] = []
     for metric, curve in curves.items():
         if values := run.values(metric):
             steps, with_gaps = run.series(metric)
+            measured += steps
             mode = "lines+markers" if len(values) <= FEW_POINTS else "lines"
             traces.append(curve | {"x": steps, "y": with_gaps, "mode": mode})
             ends = f"{values[0]:.4g} at the start, {values[-1]:.4g} at the end"
@@ -190,7 +195,7 @@ def _step_chart(
     if not traces:
         return []
     xaxis: dict[str, Any] = {"title": _axis_title("step"), "tickformat": ",d"}
-    if run.lines[-1]["step"] - run.lines[0]["step"] < MAX_TICKS:
+    if max(measured) - min(measured) < MAX_TICKS:
         xaxis["dtick"] = 1
     return [make_figure(name, title, "; ".join(ranges), traces, xaxis, yaxis, height)]
 

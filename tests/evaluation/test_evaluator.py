@@ -308,6 +308,9 @@ def test_loss_equals_training_loss_and_state_is_restored(
     }
     loss_sum, count, _ = Contrastive().compute_loss(model.eval()(batch), batch)
     assert metrics["loss"] == pytest.approx((loss_sum / count).item(), rel=1e-6)
+    assert metrics["loss_rows"] == len(good), "fewer negatives than in a step of 100 rows"
+    assert "loss_rows" not in score(prepared, rows=2)[0]
+    assert score(prepared, rows=2, loss_batch=4)[0]["loss_rows"] == 4
 
 
 class Labeled(Toy):

@@ -109,6 +109,13 @@ def test_scores_of_several_sets_are_shown_by_name(tmp_path):
     assert "in1k: zero-shot accuracy over the run" in page.lower()
 
 
+def test_chart_names_a_held_out_loss_with_other_negatives(tmp_path):
+    same = make_run(tmp_path / "same", [line(40, **scores(0.5)), line(41)])
+    assert "not comparable" not in page_of(same)
+    other = make_run(tmp_path / "other", [line(40, **scores(0.5), **{"evaluate/loss_rows": 20.0})])
+    assert "held out (batch of 20: not comparable)" in page_of(other)
+
+
 def test_clips_have_players_and_frames_with_times(tmp_path):
     section = page_of(make_run_with_clips(tmp_path / "run")).partition('id="examples"')[2]
     headings = re.findall(r'class="direction">(.*?)<', section)
