@@ -58,7 +58,8 @@ class Evaluator(EvalDataset):
             Equal on all ranks: `rows` (distinct images) and `bad_rows`. Unless the task is
             `zero_shot`, `recall_at_K/DIRECTION` (K 1, 5, 10) and `median_rank/DIRECTION` (DIRECTION
             `image_to_text` or `text_to_image`), `recall_at_1/mean`, and maybe `loss` (mean over the
-            rows) and, if it has other negatives than in training, `loss_rows` (of a batch). With class names, unless the task is `retrieval`, `zero_shot/top_1`,
+            rows) and `loss_rows` (of a batch of `loss`, if it has other negatives than a step).
+            With class names, unless the task is `retrieval`, `zero_shot/top_1`,
             `zero_shot/top_5`, `zero_shot/mean_per_class_recall` and `zero_shot/rows`. With a
             classification head `classification/top_1`, `classification/top_5` and
             `classification/rows`, and with a region head `regions/top_1`, `regions/top_5` and

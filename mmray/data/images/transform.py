@@ -149,11 +149,22 @@ def _to_planes(rgb: np.ndarray) -> np.ndarray:
     return planes
 
 
+def to_pillow(rgb: np.ndarray) -> Image.Image:
+    """Return pixels uint8 [H, W, 3] as an image of mode RGB."""
+    if rgb.strides[1] != 4:
+        return Image.fromarray(rgb)
+    # `fromarray` would copy the three of four channels byte by byte, which takes longer than to
+    # decode a JPEG.
+    height, width = rgb.shape[:2]
+    words = np.ascontiguousarray(np.lib.stride_tricks.as_strided(rgb, (height, width, 4)))
+    return Image.frombuffer("RGBX", (width, height), words, "raw", "RGBX", 0, 1).convert("RGB")
+
+
 def thumbnail(rgb: np.ndarray) -> str:
     """Return a small copy of an image as a data URI of about 3 KB; the longer side has at most
     THUMBNAIL_SIDE (128) pixels.
     """
-    small = Image.fromarray(rgb)
+    small = to_pillow(rgb)
     small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE), Image.Resampling.LANCZOS)
     file = io.BytesIO()
     small.save(file, "WEBP", quality=80, method=2)
@@ -175,7 +186,7 @@ def reencode(rgb: np.ndarray, data: bytes, side: int) -> bytes:
     if shorter <= side:
         return data
     size = (max(1, round(width * side / shorter)), max(1, round(height * side / shorter)))
-    small = Image.fromarray(resize(rgb, size, "bicubic", (0, 0, width, height)))
+    small = to_pillow(resize(rgb, size, "bicubic", (0, 0, width, height)))
     out = io.BytesIO()
     if detect_format(data) in _LOSSLESS or data[12:16] == b"VP8L":
         small.save(out, "PNG")
@@ -248,7 +259,7 @@ def resize_with_pillow(
     """
     left, top, right, bottom = box
     kind = _PILLOW_FILTERS[interpolation]
-    narrow = Image.fromarray(rgb).resize((size[0], len(rgb)), kind, box=(left, 0, right, len(rgb)))
+    narrow = to_pillow(rgb).resize((size[0], len(rgb)), kind, box=(left, 0, right, len(rgb)))
     return np.asarray(narrow.resize(size, kind, box=(0, top, size[0], bottom)))
 
 

@@ -24,6 +24,7 @@ from PIL import Image
 
 from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
+from mmray.data.images.transform import to_pillow
 from mmray.data.prepare.duplicates import NO_ROW
 from mmray.data.prepare.map_shards import MAX_FILES, map_shards, row_batches
 from mmray.data.prepare.tasks import map_tasks, run_with_crash_limit
@@ -437,7 +438,7 @@ def _hash_image(
     with suppress(BadImage):
         if subprocess_decoder is not None:
             subprocess_decoder.check(data, max_pixels)
-        image = Image.fromarray(decode(data, max_pixels))
+        image = to_pillow(decode(data, max_pixels))
         entry["phash"], entry["colors"] = perceptual_hash(image)
         entry["has_phash"] = True
     return entry.tobytes()

@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image
 from safetensors.numpy import load, save
 
 from mmray.data.images.decode import MAX_PIXELS, BadImage, decode
+from mmray.data.images.transform import to_pillow
 from mmray.data.media.clips import full_span
 from mmray.data.media.decode import BadMedia, read_audio, read_frames
 from mmray.data.store.mixture import PreparedMixture
@@ -128,7 +128,7 @@ class ConversationReader(SetReader):
                 raise RowError("media", f"the row has {media.kind}, which the model does not take")
             self.check_media([media], self.max_pixels)
             if media.kind == "image":
-                decoded.append(Image.fromarray(decode(media.data, self.max_pixels)))
+                decoded.append(to_pillow(decode(media.data, self.max_pixels)))
             else:
                 decoded.append(read_clip(media, self.encoder, span, phase, self.max_pixels))
         return decoded

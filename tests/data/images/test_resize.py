@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmray.data.images import transform as module
-from mmray.data.images.transform import resize, resize_with_pillow
+from mmray.data.images.transform import resize, resize_with_pillow, to_pillow
 
 SIZES = [(1, 1), (3, 200), (224, 224), (257, 131), (640, 17), (60, 400)]
 
@@ -70,3 +70,11 @@ def test_pillow_is_the_fallback(monkeypatch):
     assert np.array_equal(
         resize(rgb, (8, 8), "bilinear", box), resize_with_pillow(rgb, (8, 8), "bilinear", box)
     )
+
+
+@pytest.mark.parametrize("channels", [3, 4])
+@pytest.mark.parametrize("width", [1, 5])
+def test_pixels_become_the_same_image_with_three_and_four_channels(channels, width):
+    pixels = np.random.default_rng(0).integers(0, 256, (4, width, channels), np.uint8)[:, :, :3]
+    image = to_pillow(pixels)
+    assert image.mode == "RGB" and np.array_equal(np.asarray(image), pixels)
