@@ -41,7 +41,7 @@ from mmray.engine.precision import select_precision
 from mmray.errors import UsageError
 from mmray.objectives.cross_entropy import IGNORE_INDEX
 from mmray.training.local import measure_in_worker
-from mmray.training.resolve import with_sample_weights
+from mmray.training.resolve import with_written_weights
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -71,7 +71,7 @@ def bench_conversations(config: Config, pairs: int, window_s: float) -> dict[str
         ResourceError: There are fewer GPUs than `cluster.accelerator` `gpu` needs.
         TrainingError: The worker process failed.
     """
-    config = with_sample_weights(config.with_cluster(workers=1))
+    config = with_written_weights(config.with_cluster(workers=1))
     return dict(measure_in_worker(partial(_measure, pairs=pairs, window_s=window_s), config))
 
 

@@ -77,8 +77,8 @@ class Config(Section):
         return self.replace(model=section(kind=kind, inputs=inputs(**shared)))
 
     def without_overridden_length_and_batch(self, given: Collection[str]) -> Config:
-        """Return a copy without the length and the settings of the batch that would contradict the
-        settings that are set next.
+        """Return a copy without the length, the settings of the batch and the weights that would
+        contradict the settings that are set next.
 
         Args:
             given: Names of the settings that are set next, such as `train.steps`.
@@ -86,7 +86,13 @@ class Config(Section):
         train = self.train
         if any(name in LENGTHS for name in given):
             train = train.replace(**dict.fromkeys(name.partition(".")[2] for name in LENGTHS))
-        return self.replace(train=train, batch=self.batch.without_overridden(given))
+        model: Any = self.model
+        names = {"model.weights", "model.vision"} & {*given}
+        if names == {"model.vision"}:
+            model = model.replace(weights="none")
+        elif names == {"model.weights"} and hasattr(model, "vision"):
+            model = model.replace(vision="none", language="none")
+        return self.replace(train=train, batch=self.batch.without_overridden(given), model=model)
 
 
 def to_yaml(config: Section) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field
 
-from mmray.builtin import GROUP_CHANNELS
+from mmray.builtin import GROUP_CHANNELS, SAMPLE_VLM
 from mmray.config.base import Section
 from mmray.config.model import ClassNames, Inputs, Model
 
@@ -520,14 +520,35 @@ class Vlm(Model):
         description="A folder saved by transformers with its processor, or a hub name; a folder "
         "without weight files is a model with random weights.",
     )
+    vision: Weights = Field(
+        "none",
+        description="In place of `weights`: a folder or hub name of a CLIP or SigLIP, whose image "
+        "encoder becomes part of a new LLaVA with a projector of two layers.",
+    )
+    language: Weights = Field(
+        "none",
+        description="Folder or hub name of the causal language model of the new LLaVA.",
+    )
+
+    @property
+    def is_written_by_run(self) -> bool:
+        """Whether the run writes the folder of the model before it starts."""
+        return self.weights == SAMPLE_VLM or self.vision != "none"
 
     def with_vocab(self, vocab_size: int, pad_id: int | None) -> Self:
         return self  # the weights define it
 
     def unsupported_reasons(self) -> list[str]:
-        if self.weights == "none":
+        parts = {self.vision, self.language}
+        if parts == {"none"} and self.weights == "none":
             return [
                 "model.weights: model.kind `vlm` takes its architecture and its processor from "
-                "weights; set a folder saved by transformers, or a hub name"
+                "weights; set a folder saved by transformers, or a hub name; or model.vision and "
+                "model.language, for a new model"
+            ]
+        if parts != {"none"} and ("none" in parts or self.weights != "none"):
+            return [
+                "model.vision, model.language: a new model needs both, and no model.weights (got "
+                f"`{self.vision}`, `{self.language}` and `{self.weights}`)"
             ]
         return []

@@ -266,6 +266,21 @@ def vlm() -> Config:
     )
 
 
+def vlm_align() -> Config:
+    """Return the recipe that trains the projector of a new LLaVA of SigLIP 2 and Qwen3, or of
+    another `model.vision` and `model.language`, on captions; both are frozen.
+
+    It is the first stage of LLaVA; the second one is `vlm` from its export.
+    """
+    base = vlm()
+    return base.replace(
+        recipe="vlm-align",
+        model=Vlm(vision="google/siglip2-base-patch16-384", language="Qwen/Qwen3-0.6B"),
+        batch=Batch(global_=256, tokens=8192),
+        optimizer=base.optimizer.replace(lr=1e-3, freeze=("vision", "language")),
+    )
+
+
 _FUNCTIONS = (
     sample,
     sample_vlm,
@@ -276,6 +291,7 @@ _FUNCTIONS = (
     siglip,
     fusion,
     vlm,
+    vlm_align,
 )
 RECIPES: dict[str, Callable[[], Config]] = {
     recipe.__name__.replace("_", "-"): recipe for recipe in _FUNCTIONS

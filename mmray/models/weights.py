@@ -207,14 +207,14 @@ def load_local_or_hub(setting: str, name: str, read: Callable[..., Any], **optio
         ) from None
 
 
-def load_config(setting: str, name: str, supported: Collection[str]) -> Any:
+def load_config(setting: str, name: str, supported: Collection[str] | None = None) -> Any:
     """Load the config of a saved model of transformers.
 
     Args:
         setting: Name of the setting that has `name`, such as `model.weights`, for errors.
         name: Path of a folder, or a name on the Hugging Face hub, from which the config is
             downloaded unless it is in the cache.
-        supported: Values of `model_type` that are accepted, such as `clip`.
+        supported: Values of `model_type` that are accepted, such as `clip`; None: all.
 
     Returns:
         The config, of a subclass of transformers' PretrainedConfig; of a whole Omni model that of
@@ -236,7 +236,7 @@ def load_config(setting: str, name: str, supported: Collection[str]) -> Any:
         check_installed("timm", setting, "timm")
         # transformers passes 0, for a model without its head
         (config.model_args or {}).pop("num_classes", None)
-    if config.model_type not in supported:
+    if supported is not None and config.model_type not in supported:
         raise UsageError(
             f"{setting}: {name} holds a model of type {config.model_type!r}; supported are "
             f"{', '.join(supported)}"
@@ -277,7 +277,8 @@ def encoder_config(
 
 
 def load_pretrained(setting: str, name: str, model_class: Any, config: Any, **options: Any) -> Any:
-    """Load a saved model of transformers in float32, in evaluation mode.
+    """Load a saved model of transformers in evaluation mode, in float32 unless `options` has a
+    `dtype`.
 
     Args:
         name: Path of a folder, or a name on the Hugging Face hub, from which the weights are
@@ -290,7 +291,8 @@ def load_pretrained(setting: str, name: str, model_class: Any, config: Any, **op
     Raises:
         UsageError: The model cannot be read, or its files lack weights.
     """
-    options |= {"config": config, "dtype": torch.float32, "output_loading_info": True}
+    options = {"dtype": torch.float32} | options
+    options |= {"config": config, "output_loading_info": True}
     net, report = load_local_or_hub(setting, name, model_class.from_pretrained, **options)
     if missing := sorted(report["missing_keys"]):
         raise UsageError(

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmray.builtin import SAMPLE_VLM
 from mmray.config import Config, Prepare, Towers, Vlm
 from mmray.config.data import FULL_SHUFFLE, Mixture, parse_captions
 from mmray.config.model import AnyModel
 from mmray.data.media.decode import require_decoder
 from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
 from mmray.data.prepare.row_checks import MAX_OVERHANG_S
+from mmray.data.prepare.sample import write_once
 from mmray.data.prepare.token_counts import NOT_COUNTED, token_counts
 from mmray.data.rows import HELD_OUT_SPLITS
 from mmray.data.store.cache import AUTO
@@ -35,12 +35,12 @@ from mmray.data.stream.shuffle import resolve_block_shuffle, with_local_cache
 from mmray.data.text.tokenizer import add_language_tokens, build_encoder, declared_pad_id
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.data.vlm.encoder import encoder_arguments
-from mmray.data.vlm.families import find_family, is_packable, read_config
+from mmray.data.vlm.families import MODEL_CONFIG, find_family, is_packable, read_config
 from mmray.data.vlm.sample import generate_model
 from mmray.data.vlm.token_counter import ProcessorCounter, UnusedTextSearch
 from mmray.engine.bad_rows import MAX_BAD_ROWS
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
-from mmray.errors import DataError, ResourceError, UsageError
+from mmray.errors import DataError, Log, ResourceError, UsageError
 from mmray.evaluation.build import check_eval_sets, describe_code_names
 from mmray.report.run import format_setting
 from mmray.storage.paths import AnyPath, RemotePath, to_path
@@ -100,7 +100,7 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
             larger than an epoch.
     """
 
-    config = with_sample_weights(config)
+    config = with_written_weights(config, reporter.log)
     sets = _open_sets(config, reporter)
     config = config.replace(prepare=sets.prepare)
     shape = resolve_batch_shape(
@@ -416,23 +416,46 @@ def describe_unused_texts(train_set: TrainSet, search: UnusedTextSearch) -> Iter
         yield f"{rows}: {text}, for example {row.source}"
 
 
-def with_sample_weights(config: Config) -> Config:
-    """Replace `sample-vlm` as `model.weights` by the folder of this small model, which is written
-    to `data.cache` if it does not exist.
+def with_written_weights(config: Config, log: Log = lambda text, label: None) -> Config:
+    """Write the model that the run starts with to `data.cache`, unless it is there, and return the
+    config with its folder as `model.weights`: `sample-vlm`, or the LLaVA of `model.vision` and
+    `model.language`.
+
+    Args:
+        log: Called with a line about a LLaVA, and a label.
 
     Raises:
-        UsageError: `data.cache` is on an object store, or not writable.
+        UsageError: `data.cache` is on an object store, or not writable; or a part does not fit.
     """
     model = config.model
-    if not isinstance(model, Vlm) or model.weights != SAMPLE_VLM:
+    if not isinstance(model, Vlm) or not model.is_written_by_run:
         return config
     if isinstance(to_path(config.data.cache), RemotePath):
         raise UsageError(
-            f"the model of {SAMPLE_VLM} needs a local disk, and data.cache is {config.data.cache}: "
-            "set data.cache to a local folder"
+            "the model that the run starts with is written to a local disk, and data.cache is "
+            f"{config.data.cache}: set data.cache to a local folder, shared by all nodes"
         )
-    folder = generate_model(Path(config.data.cache) / "sample-vlm-model")
-    return config.replace(model=model.replace(weights=str(folder)))
+    cache = Path(config.data.cache)
+    if model.vision == "none":
+        folder = generate_model(cache / "sample-vlm-model")
+        return config.replace(model=model.replace(weights=str(folder)))
+    from mmray.models.vlm.assemble import assemble
+
+    parts = (model.vision, model.language)
+    digest = sha256(repr([_files_of(part) for part in parts]).encode()).hexdigest()[:12]
+    file = write_once(
+        cache / f"llava-{digest}" / MODEL_CONFIG, lambda folder: assemble(*parts, folder)
+    )
+    log(f"{file.parent} is a LLaVA of {' and '.join(parts)}", "model")
+    own = {"weights": str(file.parent), "vision": "none", "language": "none"}
+    return config.replace(model=model.replace(**own))
+
+
+def _files_of(weights: str) -> list[Any]:
+    """Return what identifies a model in a folder (or on the hub): sizes and times of its files."""
+    folder = Path(weights)
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [weights, *((each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files)]
 
 
 def unusable_rows(model: AnyModel, prepared: PreparedSet) -> dict[str, int]:

@@ -15,7 +15,6 @@ from mmray.builtin import (
     KEEP_ALL,
     KINDS,
     POSITIONS_AFTER_PAD,
-    SAMPLE_VLM,
 )
 from mmray.config.data import Mixture, parse_captions
 from mmray.config.model import Lora, model_section
@@ -199,7 +198,7 @@ def weights_reasons(model: Any) -> list[str]:
     Reads config.json only. Weights on the hub of other models than `vlm` are not checked.
     """
     if isinstance(model, Vlm):
-        if model.weights in ("none", SAMPLE_VLM):
+        if model.weights == "none" or model.is_written_by_run:
             return []
         try:
             family = find_family(read_config(model.weights), model.weights)
@@ -399,8 +398,8 @@ def check_patterns(config: Config, log: Log) -> None:
     from mmray.models.build import build_on
     from mmray.models.protocol import saved_layers
 
-    if getattr(config.model, "weights", "") == SAMPLE_VLM:
-        return  # it is written later
+    if getattr(config.model, "is_written_by_run", False):
+        return
     unknown, architecture = _architecture(config.model)
     if unknown:
         log(

@@ -22,7 +22,7 @@ from mmray.sweep_files import SWEEP, Recommendation, TrialRow
 from mmray.training import RunReporter
 from mmray.training.driver import check_classes
 from mmray.training.local import measure_in_worker
-from mmray.training.resolve import with_default_vocab
+from mmray.training.resolve import with_default_vocab, with_written_weights
 from mmray.training.run_dir import collect_environment
 from mmray.training.validate import unsupported_reasons
 from mmray.tuning.shape import Measurements, build_rows, recommend
@@ -170,6 +170,7 @@ def measure(
         else:
             reporter.log(message["note"], "weights")
 
+    config = with_written_weights(config)
     work = partial(_measure_in_worker, global_batch_sizes=global_batch_sizes)
     if not needs_ray(config.cluster):
         check_classes(config, reporter.log)

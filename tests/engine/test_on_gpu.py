@@ -31,7 +31,7 @@ from mmray.engine.parallel.strategy import use_channels_last
 from mmray.engine.prefetch import DeviceCopier, make_local_batch, register_pinned
 from mmray.engine.step import accumulate_gradients, optimizer_step
 from mmray.errors import OutOfMemoryError
-from mmray.training.resolve import with_sample_weights
+from mmray.training.resolve import with_written_weights
 from tests.engine import toy
 from tests.engine.fake_cuda import CPU, DEVICES, fake_gpus, gpus, has_gpus, local_batch_on
 from tests.engine.single_worker import make_prepared, run_worker
@@ -115,7 +115,7 @@ def test_weights_of_2d_convolutions_are_stored_channels_last_and_others_as_they_
 
 @pytest.mark.gpu
 def test_packed_conversations_on_gpu_have_the_loss_of_padded_ones(monkeypatch):
-    config = with_sample_weights(recipes.sample_vlm().with_cluster(workers=1))
+    config = with_written_weights(recipes.sample_vlm().with_cluster(workers=1))
     config = config.replace(train=config.train.replace(precision="fp32", compile="none"))
     with gpus(monkeypatch):
         result = conversations._measure(config, Group(device=GPU), None, pairs=1, window_s=0.01)

@@ -153,7 +153,7 @@ def write_once(file: Path, write: Callable[[Path], None]) -> Path:
     except OSError as error:
         if not file.exists():  # otherwise another process has written the same files meanwhile
             raise UsageError(
-                f"cannot write the sample data into {out}: {error.strerror or error}. Set "
+                f"cannot write into {out}: {error.strerror or error}. Set "
                 "data.cache to a writable folder"
             ) from None
     return file

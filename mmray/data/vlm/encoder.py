@@ -141,6 +141,7 @@ class ProcessorEncoder:
             self.family, getattr(self.processor, "image_processor", None), max_pixels, min_pixels
         )
         self._image_arguments = {"do_rescale": False, "do_normalize": False} | self._budget
+        self._count_arguments = self._image_arguments | _crop_of(self.processor)
         self.template = ChatTemplate(self.processor, self.kinds, weights)
         # `encode` removes them from texts, `decode` from answers.
         self.reserved_tokens = self.template.reserved_tokens
@@ -450,7 +451,7 @@ class ProcessorEncoder:
         key: Any = (width, height, num_images > 1)
         if self.family.count_is_exact:
             data = self.processor._get_num_multimodal_tokens(
-                image_sizes=[(height, width)], **self._image_arguments
+                image_sizes=[(height, width)], **self._count_arguments
             )
             key = data["num_image_tokens"][0]
         if key not in self._replacements:
@@ -459,6 +460,16 @@ class ProcessorEncoder:
             inputs = self._process(self.processor.image_token * count, [image] * count)
             self._replacements[key] = inputs["text_replacement_offsets"][0][0]["replacement"]
         return self._replacements[key]
+
+
+def _crop_of(processor: Any) -> dict[str, Any]:
+    """Return the size of the images of SigLIP, which are not cropped, as the crop by which
+    LlavaProcessor counts tokens.
+    """
+    image_processor = getattr(processor, "image_processor", None)
+    size = getattr(image_processor, "size", None) or {}
+    has_crop = getattr(image_processor, "crop_size", None) is not None
+    return {"crop_size": dict(size)} if "height" in size and not has_crop else {}
 
 
 def _kind_of(medium: Any) -> str:
