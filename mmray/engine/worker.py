@@ -303,7 +303,7 @@ def _check_packing(
     """
     vlm: Any = model.eval()  # dropout and scales of float8 depend on the other rows
     if not vlm.packed:
-        driver.notify("packing", "rows are padded: this model mixes packed rows")
+        driver.notify("packing", "rows are padded: those of this model cannot be packed")
         return
     with precision.select_precision(precision_name, group.device).autocast():
         differs = vlm.differs_if_packed()

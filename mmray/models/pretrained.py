@@ -9,7 +9,7 @@ from typing import Any
 
 from mmray.builtin import HF_IMAGE_TYPES, KINDS
 from mmray.data.text.tokenizer_files import tokenizer_file
-from mmray.data.vlm.families import FAMILIES
+from mmray.data.vlm.families import find_family
 from mmray.errors import UsageError
 from mmray.models import open_clip
 from mmray.models.export.export import EXPORT_MARKER, RESAMPLING
@@ -98,7 +98,7 @@ def _checkpoint_settings(file: Path) -> dict[str, Any]:
 def _hf_settings(weights: str) -> dict[str, Any]:
     """Return the settings that a model of transformers defines, in a folder or on the hub."""
     kinds = {part.hf_type: kind for kind, part in KINDS.items() if part.hf_type}
-    config = load_config(SETTING, weights, (*kinds, *HF_IMAGE_TYPES, *FAMILIES))
+    config = load_config(SETTING, weights)
     if config.model_type in HF_IMAGE_TYPES:
         raise UsageError(
             f"{SETTING}: {weights} is an image encoder ({config.model_type}) without a text "
@@ -106,6 +106,7 @@ def _hf_settings(weights: str) -> dict[str, Any]:
             f"{weights}"
         )
     if config.model_type not in kinds:
+        find_family({"model_type": config.model_type}, weights)
         positions = config.get_text_config().max_position_embeddings
         return {"kind": "vlm", "inputs": {"max_tokens": min(4096, positions)}}
     kind = kinds[config.model_type]

@@ -10,6 +10,8 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mmray.data.messages import Message
 from mmray.data.text.tokenizer import remove_tokens
 from mmray.data.vlm.families import WEIGHTS_SETTING
@@ -318,3 +320,26 @@ def _after_reasoning(message: Message, text: str, first: int, last: int) -> int:
             rest = text[start + len(end) : last]
             return last - len(rest.lstrip())
     return first
+
+
+def weights_of_spans(
+    spans: Sequence[Span], offsets: Any, replacements: list[dict[str, Any]]
+) -> np.ndarray:
+    """Return float32 [T]: the weight of tokens that overlap a span, 0 for others.
+
+    Args:
+        spans: First character, last character + 1 and weight of each, in the text before its
+            placeholders were replaced; none has a placeholder.
+        offsets: Character spans of the tokens in the text after the replacements [T, 2].
+        replacements: `text_replacement_offsets` of the processor.
+    """
+    start, stop = np.asarray(offsets, np.int64).reshape(-1, 2).T
+    is_text = stop > start
+    weights = np.zeros(len(start), np.float32)
+    for first, last, weight in spans:
+        shift = 0
+        for replaced in replacements:
+            if replaced["span"][1] <= first:
+                shift = replaced["new_span"][1] - replaced["span"][1]
+        weights[is_text & (start < last + shift) & (stop > first + shift)] = weight
+    return weights

@@ -20,7 +20,7 @@ from mmray.data.stream.collate import Batch, iter_step_rows
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.token_batches import TokenPlan
 from mmray.data.vlm.encoder import EncodedRow
-from mmray.data.vlm.families import Family
+from mmray.data.vlm.families import GENERAL, Family
 from mmray.data.vlm.reader import unpack_rows
 
 # Columns of a batch that describe its rows; the others are inputs of the model.
@@ -81,6 +81,7 @@ class RowCollator:
               time, height, width, float32 if transformers' positions are.
             - The input that `family.token_types` names, if any: int64 like `input_ids`, 1 at image
               tokens and 2 at video tokens.
+            - `attention_mask` and token types of a model without a descriptor, int64 [B, T].
             - The inputs of the vision encoder for all rows together, such as `pixel_values` uint8.
         """
         rows = with_all_media(rows, self.dummy)
@@ -112,6 +113,8 @@ class RowCollator:
         batch["target_weights"] = torch.from_numpy(np.concatenate(weights))
         if self.family.token_types:
             batch[self.family.token_types] = token_types(batch["input_ids"], self.config)
+        if self.family == GENERAL:
+            batch |= padded_columns(rows, width)
         return batch | join_media(rows)
 
     def _positions(self, row: EncodedRow, width: int | None = None) -> Tensor:
@@ -129,6 +132,23 @@ class RowCollator:
         padded = planes.new_zeros(3, text.shape[1])
         padded[:, :length] = planes
         return torch.cat([text, padded])
+
+
+def padded_columns(rows: Sequence[EncodedRow], width: int, on_left: bool = False) -> Batch:
+    """Return `attention_mask` and the token types of rows of a model without a descriptor, int64
+    [B, width]; a row without a type is text.
+    """
+    columns: Batch = {}
+    for name in ("attention_mask", *{name: 0 for row in rows for name in row.token_types}):
+        column = torch.zeros(len(rows), width, dtype=torch.long)
+        for index, row in enumerate(rows):
+            length = len(row.input_ids)
+            values: Any = 1 if name == "attention_mask" else row.token_types.get(name)
+            if values is not None:
+                first = width - length if on_left else 0
+                column[index, first : first + length] = torch.as_tensor(values)
+        columns[name] = column
+    return columns
 
 
 def _pad(row: Tensor, width: int) -> Tensor:

@@ -18,10 +18,28 @@ import numpy as np
 
 from mmray.data.messages import Message
 from mmray.data.prepare.row_checks import MAX_OVERHANG_S
-from mmray.data.vlm.chat_template import ALL_TARGETS, ChatTemplate, RowError, Span, Targets
-from mmray.data.vlm.families import budget_arguments, find_family, read_config
-from mmray.data.vlm.processor import load_frame_processor, load_processor, torch_hidden
-from mmray.data.vlm.video import Clip, FrameProcessor
+from mmray.data.vlm.chat_template import (
+    ALL_TARGETS,
+    ChatTemplate,
+    RowError,
+    Span,
+    Targets,
+    weights_of_spans,
+)
+from mmray.data.vlm.families import (
+    GENERAL,
+    budget_arguments,
+    find_family,
+    read_config,
+    refusal,
+)
+from mmray.data.vlm.processor import (
+    crop_arguments,
+    load_frame_processor,
+    load_processor,
+    torch_hidden,
+)
+from mmray.data.vlm.video import Clip, FrameProcessor, kind_of
 
 TOO_LONG = "tokens"  # reason of a row over `max_tokens`
 # Settings of `model.inputs` that are arguments of ProcessorEncoder.
@@ -34,14 +52,15 @@ _INPUT_SETTINGS = (
     "frame_pixels",
 )
 # Outputs of a processor that are no inputs of an encoder of media.
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 _TEXT_COLUMNS = (
+    *TOKEN_TYPES,
     "input_ids",
     "attention_mask",
-    "mm_token_type_ids",
-    "token_type_ids",
     "offset_mapping",
     "text_replacement_offsets",
 )
+CHECK_SIDE = 64  # pixels of images of checks; several tokens in each family
 _DTYPES = {"pixel_values": np.uint8, "input_features": np.float16, "pixel_attention_mask": bool}
 
 
@@ -56,11 +75,14 @@ class EncodedRow:
         images: Inputs of the encoders of images, videos and audio, under the names and in the
             shapes of transformers, such as `pixel_values` (uint8, not normalized), `image_grid_thw`
             and `input_features` (log-mel spectrograms, float16). Empty without media.
+        token_types: What the processor of a model without a descriptor returns for each token
+            besides its id, int32 [T]: `mm_token_type_ids` or `token_type_ids`.
     """
 
     input_ids: np.ndarray
     loss_weights: np.ndarray
     images: dict[str, np.ndarray] = field(default_factory=dict)
+    token_types: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 class MediaSize(NamedTuple):
@@ -103,6 +125,7 @@ class ProcessorEncoder:
 
     Attributes:
         config: Content of the model's config.json.
+        family: GENERAL if the model has no descriptor.
         kinds: Kinds of media that a row may have, of `image`, `video` and `audio`.
         tokenizer: The tokenizer of transformers.
         reserved_tokens: Tokens that start or end a turn or are part of a medium; other special
@@ -130,18 +153,23 @@ class ProcessorEncoder:
         self.frames = frames
         self.frame_rate = frame_rate
         self.kinds = self.family.media_kinds(frames, weights)
-        with torch_hidden() if without_torch else nullcontext():
-            self.processor = load_processor(weights, self.config)
+        is_general = self.family == GENERAL
+        with torch_hidden() if without_torch and not is_general else nullcontext():
+            self.processor = load_processor(weights, None if is_general else self.config)
+            if is_general and not hasattr(self.processor, "image_token"):
+                raise refusal(weights, self.config, "placeholders", "it has no `image_token`")
             if "video" in self.kinds:
                 self.processor.video_processor = load_frame_processor(
                     weights, self.family, self.processor, frame_pixels
                 )
         self.tokenizer = self.processor.tokenizer
         self._budget = budget_arguments(
-            self.family, getattr(self.processor, "image_processor", None), max_pixels, min_pixels
+            getattr(self.processor, "image_processor", None), max_pixels, min_pixels
         )
-        self._image_arguments = {"do_rescale": False, "do_normalize": False} | self._budget
-        self._count_arguments = self._image_arguments | _crop_of(self.processor)
+        self._image_arguments: dict[str, Any] = dict(self._budget)
+        if not is_general:
+            self._image_arguments |= {"do_rescale": False, "do_normalize": False}
+        self._count_arguments = self._image_arguments | crop_arguments(self.processor)
         self.template = ChatTemplate(self.processor, self.kinds, weights)
         # `encode` removes them from texts, `decode` from answers.
         self.reserved_tokens = self.template.reserved_tokens
@@ -158,7 +186,7 @@ class ProcessorEncoder:
         This is the version of transformers, the model type, the tokenizer, the chat template, and
         the settings of the processors of images, videos and audio.
         """
-        video_processor = getattr(self.processor, "video_processor", None)
+        video_processor = self.processor.video_processor if "video" in self.kinds else None
         names = ("image_processor", "feature_extractor")
         processors = [getattr(self.processor, name, None) for name in names]
         parts = (
@@ -237,11 +265,13 @@ class ProcessorEncoder:
 
     def _encode(self, text: str, spans: Sequence[Span], media: Sequence[Any]) -> EncodedRow:
         inputs = self._process(text, media)
-        weights = _weights_of_spans(
+        weights = weights_of_spans(
             spans, inputs["offset_mapping"][0], inputs["text_replacement_offsets"][0]
         )
         input_ids = np.asarray(inputs["input_ids"][0], np.int32)
-        return EncodedRow(input_ids, weights, self._media_columns(inputs))
+        names = [name for name in TOKEN_TYPES if name in inputs and self.family == GENERAL]
+        types = {name: np.asarray(inputs[name][0], np.int32) for name in names}
+        return EncodedRow(input_ids, weights, self._media_columns(inputs), types)
 
     def encode_dummy(self) -> EncodedRow:
         """Encode a prompt with one small blank medium of each kind that the model takes.
@@ -250,7 +280,8 @@ class ProcessorEncoder:
         equally often.
         """
         parts = [{"type": kind} for kind in self.kinds]
-        blanks = [self.blank(kind, side=28, length_s=0.1) for kind in self.kinds]
+        side = CHECK_SIDE if self.family == GENERAL else 28
+        blanks = [self.blank(kind, side, length_s=0.1) for kind in self.kinds]
         return self.encode_prompt([{"role": "user", "content": parts}], blanks)
 
     def blank(self, kind: str, side: int, length_s: float) -> Any:
@@ -337,7 +368,7 @@ class ProcessorEncoder:
         """
         conversation = self.template.clean(messages)
         types = [part["type"] for message in conversation for part in message["content"]]
-        given = [_kind_of(each) for each in media]
+        given = [kind_of(each) for each in media]
         for kind in ("image", "video", "audio"):
             if kind in types and kind not in self.kinds:
                 raise RowError("media", f"the row has {kind}, which {self.weights} does not take")
@@ -356,15 +387,17 @@ class ProcessorEncoder:
             inputs = {name: [value] for name, value in encoded.items()}
             return inputs | {"text_replacement_offsets": [[]]}
         arguments: dict[str, Any] = {
-            "images_kwargs": self._image_arguments | {"return_tensors": "np"},
+            "images_kwargs": self._image_arguments
+            | {"return_tensors": "pt" if self.family == GENERAL else "np"},
             "text_kwargs": {
+                "return_tensors": None,
                 "return_offsets_mapping": True,
                 "add_special_tokens": self._adds_special_tokens(text),
             },
         }
         by_kind: dict[str, list[Any]] = {}
         for each in media:
-            by_kind.setdefault(_kind_of(each), []).append(each)
+            by_kind.setdefault(kind_of(each), []).append(each)
         if clips := by_kind.get("video"):
             video_processor = self.processor.video_processor
             metadata = [video_processor.metadata(clip.times_s) for clip in clips]
@@ -420,7 +453,9 @@ class ProcessorEncoder:
                 if self.family.pixels == "row_tiles":
                     # All rows become one row of tiles: [1, tiles, ...] -> [tiles, ...].
                     column = column[0]
-                columns[name] = column.astype(_DTYPES.get(name, column.dtype), copy=False)
+                if self.family is not GENERAL:
+                    column = column.astype(_DTYPES.get(name, column.dtype), copy=False)
+                columns[name] = column
         return columns
 
     def _clip_text(self, size: MediaSize) -> str:
@@ -460,42 +495,3 @@ class ProcessorEncoder:
             inputs = self._process(self.processor.image_token * count, [image] * count)
             self._replacements[key] = inputs["text_replacement_offsets"][0][0]["replacement"]
         return self._replacements[key]
-
-
-def _crop_of(processor: Any) -> dict[str, Any]:
-    """Return the size of the images of SigLIP, which are not cropped, as the crop by which
-    LlavaProcessor counts tokens.
-    """
-    image_processor = getattr(processor, "image_processor", None)
-    size = getattr(image_processor, "size", None) or {}
-    has_crop = getattr(image_processor, "crop_size", None) is not None
-    return {"crop_size": dict(size)} if "height" in size and not has_crop else {}
-
-
-def _kind_of(medium: Any) -> str:
-    if isinstance(medium, Clip):
-        return "video"
-    return "audio" if getattr(medium, "ndim", 3) == 1 else "image"
-
-
-def _weights_of_spans(
-    spans: Sequence[Span], offsets: Any, replacements: list[dict[str, Any]]
-) -> np.ndarray:
-    """Return float32 [T]: the weight of tokens that overlap a span, 0 for others.
-
-    Args:
-        spans: First character, last character + 1 and weight of each, in the text before its
-            placeholders were replaced; none has a placeholder.
-        offsets: Character spans of the tokens in the text after the replacements [T, 2].
-        replacements: `text_replacement_offsets` of the processor.
-    """
-    start, stop = np.asarray(offsets, np.int64).reshape(-1, 2).T
-    is_text = stop > start
-    weights = np.zeros(len(start), np.float32)
-    for first, last, weight in spans:
-        shift = 0
-        for replaced in replacements:
-            if replaced["span"][1] <= first:
-                shift = replaced["new_span"][1] - replaced["span"][1]
-        weights[is_text & (start < last + shift) & (stop > first + shift)] = weight
-    return weights

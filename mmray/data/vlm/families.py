@@ -1,7 +1,8 @@
-"""Supported families of vision-language models, each a small descriptor.
+"""Families of vision-language models that have a small descriptor, and GENERAL for all others.
 
-Without torch, because the driver and the data processes import it. A further family is one entry
-of FAMILIES, and one of tests/models/vlm/folders.py, whose tests it must pass.
+Without torch, because the driver and the data processes import it. A descriptor earns packing,
+pixels as uint8, token counts and data processes without torch. A further one is an entry of
+FAMILIES, and one of tests/models/vlm/folders.py, whose tests it must pass.
 """
 
 from __future__ import annotations
@@ -28,13 +29,8 @@ class Family:
     Args:
         pixels: Layout of `pixel_values` of a row: `patches` [patches, values of a patch], `images`
             [images or tiles, 3, H, W], `tiles` [images, most tiles, 3, H, W], or `row_tiles`
-            [1, tiles, 3, H, W]. Empty: the family takes no images.
-        projector: Names of the modules between the encoders and the language model, such as
-            `merger` or `audio_tower.proj`. A parameter belongs to the projector if its dotted name
-            has one of them.
-        budget: How the image processor limits the pixels of an image: `size` (pixels of an image),
-            `edge` (pixels of the longest edge), `tiles` (number of tiles); empty if its images have
-            a fixed size.
+            [1, tiles, 3, H, W]; `any`: whatever the processor returns, normalized by it. Empty: the
+            family takes no images.
         packable: Whether rows may be concatenated to one sequence.
         mrope: Whether positions have the planes time, height and width, of `get_rope_index`.
         token_types: Name of the model input that is 1 at image tokens and 2 at video tokens; empty
@@ -50,8 +46,6 @@ class Family:
     """
 
     pixels: str
-    projector: tuple[str, ...]
-    budget: str = ""
     packable: bool = True
     mrope: bool = False
     token_types: str = ""
@@ -82,51 +76,34 @@ class Family:
 
 _QWEN = Family(
     pixels="patches",
-    projector=("merger", "deepstack_merger_list"),
-    budget="size",
     mrope=True,
     token_types="mm_token_type_ids",
     count_is_exact=True,
     video="frame",
 )
-_OMNI = replace(
-    _QWEN,
-    # The encoder of images has other modules named `proj`.
-    projector=("merger", "merger_list", *(f"audio_tower.proj{part}" for part in ("", 1, 2))),
-    token_types="",
-    audio="own",
-)
-_IDEFICS = Family(pixels="row_tiles", projector=("connector",), budget="edge")
-_LLAVA = ("multi_modal_projector", "image_newline")
+_OMNI = replace(_QWEN, token_types="", audio="own")
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "qwen2_5_vl": _QWEN,
         "qwen3_vl": replace(_QWEN, video="clip"),
-        "internvl": Family(
-            pixels="images",
-            projector=("multi_modal_projector",),
-            budget="tiles",
-            count_is_exact=True,
-        ),
-        "idefics3": _IDEFICS,
-        "smolvlm": _IDEFICS,
+        "internvl": Family(pixels="images", count_is_exact=True),
+        "idefics3": Family(pixels="row_tiles"),
+        "smolvlm": Family(pixels="row_tiles"),
         # Its mask of blocks of image tokens is wrong for packed rows (transformers 5.24).
-        "gemma3": Family(
-            pixels="images",
-            projector=("multi_modal_projector",),
-            packable=False,
-            token_types="token_type_ids",
-        ),
-        "llava": Family(pixels="images", projector=_LLAVA, count_is_exact=True),
-        "llava_next": Family(pixels="tiles", projector=_LLAVA, count_is_exact=True),
-        "llava_onevision": Family(pixels="tiles", projector=_LLAVA),
-        "qwen2_audio": Family(pixels="", projector=("multi_modal_projector",), audio="fixed"),
+        "gemma3": Family(pixels="images", packable=False, token_types="token_type_ids"),
+        "llava": Family(pixels="images", count_is_exact=True),
+        "llava_next": Family(pixels="tiles", count_is_exact=True),
+        "llava_onevision": Family(pixels="tiles"),
+        "qwen2_audio": Family(pixels="", audio="fixed"),
         "qwen2_5_omni_thinker": _OMNI,
         # Its encoder computes other features for shorter audio alone than next to longer audio.
         "qwen3_omni_moe_thinker": replace(_OMNI, min_audio_s=1.0),
     }
 )
 """Families by `model_type` of config.json."""
+
+GENERAL = Family(pixels="any", packable=False)
+"""Any other model of images and text, if its self-check succeeds (models/vlm/self_check.py)."""
 
 
 def read_config(weights: str) -> dict[str, Any]:
@@ -164,15 +141,33 @@ def find_family(config: dict[str, Any], weights: str) -> Family:
     """Return how models of the `model_type` of a config.json represent their inputs.
 
     Raises:
-        UsageError: The model is not supported.
+        UsageError: It is no model of images or audio and text.
     """
     model_type = str(config.get("model_type"))
-    if model_type not in FAMILIES:
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    if model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         raise UsageError(
             f"{WEIGHTS_SETTING}: {weights} holds a model of type `{model_type}`, which "
-            f"model.kind `vlm` does not support; supported are {', '.join(FAMILIES)}"
+            "model.kind `vlm` does not support: it is none of AutoModelForImageTextToText of the "
+            f"installed transformers, nor of {', '.join(FAMILIES)}"
         )
-    return FAMILIES[model_type]
+    return GENERAL
+
+
+def refusal(weights: str, config: dict[str, Any], check: str, error: object) -> UsageError:
+    """Return the error of a model without a descriptor that cannot be trained.
+
+    Args:
+        check: The check that failed: `placeholders`, `loss` or `gradient`.
+        error: What it found.
+    """
+    return UsageError(
+        f"{WEIGHTS_SETTING}: {weights} is a {config.get('model_type')}, which has no descriptor "
+        f"here, and the check of its {check} failed: {error}"
+    )
 
 
 def is_packable(config: dict[str, Any], family: Family) -> bool:
@@ -193,12 +188,12 @@ def is_packable(config: dict[str, Any], family: Family) -> bool:
 
 
 def budget_arguments(
-    family: Family, image_processor: Any, max_pixels: int | None, min_pixels: int | None
+    image_processor: Any, max_pixels: int | None, min_pixels: int | None
 ) -> dict[str, Any]:
     """Return the arguments of transformers' image processor that limit the size of an image.
 
     Args:
-        image_processor: The model's image processor, whose defaults are used.
+        image_processor: The model's image processor, whose defaults are used; None: it has none.
         max_pixels: Maximum width x height after resizing; None: the processor's default.
         min_pixels: Minimum width x height after resizing; None: the processor's default.
 
@@ -206,27 +201,32 @@ def budget_arguments(
         Such as {"size": {"shortest_edge": 1024, "longest_edge": 4096}}; {} if both limits are None.
 
     Raises:
-        UsageError: The family does not support a given limit.
+        UsageError: The processor does not support a given limit.
     """
-    for name, value, budgets in (
-        ("max_pixels", max_pixels, ("size", "edge", "tiles")),
-        ("min_pixels", min_pixels, ("size",)),
+    size = dict(getattr(image_processor, "size", None) or {})
+    # The edges in Qwen's `size` are pixels of an image.
+    is_of_qwen = hasattr(image_processor, "merge_size")
+    by_pixels = is_of_qwen and {"shortest_edge", "longest_edge"} <= size.keys()
+    by_tiles = getattr(image_processor, "crop_to_patches", None)
+    by_edge = getattr(image_processor, "max_image_size", None)  # the longest one of an image
+    for name, value, has_limit in (
+        ("max_pixels", max_pixels, by_pixels or by_edge or by_tiles),
+        ("min_pixels", min_pixels, by_pixels),
     ):
-        if value is not None and family.budget not in budgets:
+        if value is not None and not has_limit:
             raise UsageError(
                 f"model.inputs.{name}: the images of this model have a fixed size, or it has none; "
                 "leave it empty"
             )
     if max_pixels is None and min_pixels is None:
         return {}
-    size = image_processor.size
-    if family.budget == "size":
+    if by_pixels:
         least = min_pixels or size["shortest_edge"]
         most = max_pixels or size["longest_edge"]
         return {"size": {"shortest_edge": min(least, most), "longest_edge": most}}
     assert max_pixels is not None
-    if family.budget == "edge":
-        tile = image_processor.max_image_size["longest_edge"]
+    if by_edge:
+        tile = by_edge["longest_edge"]
         edge = max(tile, int(max_pixels**0.5) // tile * tile)
         return {"size": {"longest_edge": edge}}
     tiles = max(1, max_pixels // (size["height"] * size["width"]))

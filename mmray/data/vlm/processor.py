@@ -75,24 +75,41 @@ def torch_hidden() -> Iterator[None]:
         del sys.modules["torch"]
 
 
-def load_processor(weights: str, config: dict[str, Any]) -> Any:
+def load_processor(weights: str, config: dict[str, Any] | None) -> Any:
     """Load the processor of a model with an image processor in numpy, and without a video
     processor, which would need torch.
 
     Args:
-        config: Content of its config.json; `model_type` determines the class.
+        config: Content of its config.json; `model_type` determines the class. None: load it as
+            transformers does, with torch.
 
     Raises:
         UsageError: The processor cannot be loaded.
     """
     import transformers
-    from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
+    from transformers import AutoProcessor
     from transformers.models.auto.configuration_auto import model_type_to_module_name
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    # A thinker has the processor of the whole model.
-    whole_type = model_type_to_module_name(config["model_type"])
-    processor_class = getattr(transformers, PROCESSOR_MAPPING_NAMES[whole_type])
+    try:
+        if config is None:
+            return AutoProcessor.from_pretrained(weights)
+        # A thinker has the processor of the whole model.
+        whole_type = model_type_to_module_name(config["model_type"])
+        processor_class = getattr(transformers, PROCESSOR_MAPPING_NAMES[whole_type])
+        return _without_video(processor_class).from_pretrained(weights)
+    except (OSError, ValueError, ImportError) as error:
+        raise UsageError(
+            f"{WEIGHTS_SETTING}: cannot load the processor of `{weights}`: "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from None
+
+
+def _without_video(processor_class: Any) -> Any:
+    """Return a processor class of transformers without a video processor, and with an image
+    processor in numpy.
+    """
+    from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
 
     class WithoutVideo(processor_class):  # type: ignore[misc,valid-type]
         def check_argument_for_proper_class(self, _name: str, argument: Any) -> Any:
@@ -110,13 +127,7 @@ def load_processor(weights: str, config: dict[str, Any]) -> Any:
             }
             return [load[name](path) for name in processor_class.get_attributes()]
 
-    try:
-        return WithoutVideo.from_pretrained(weights)
-    except (OSError, ValueError, ImportError) as error:
-        raise UsageError(
-            f"{WEIGHTS_SETTING}: cannot load the processor of `{weights}`: "
-            f"{str(error).strip().splitlines()[0]}"
-        ) from None
+    return WithoutVideo
 
 
 def load_frame_processor(
@@ -144,3 +155,13 @@ def load_frame_processor(
         ) from None
     settings |= getattr(processor, "videos_kwargs", {})
     return FrameProcessor(settings, family.video == "clip", frame_pixels)
+
+
+def crop_arguments(processor: Any) -> dict[str, Any]:
+    """Return the size of the images of SigLIP, which are not cropped, as the crop by which
+    LlavaProcessor counts tokens.
+    """
+    image_processor = getattr(processor, "image_processor", None)
+    size = getattr(image_processor, "size", None) or {}
+    has_crop = getattr(image_processor, "crop_size", None) is not None
+    return {"crop_size": dict(size)} if "height" in size and not has_crop else {}

@@ -24,7 +24,8 @@ from mmray.data.stream.blocks import Block
 from mmray.data.stream.order import SamplePlan, hash_uniform
 from mmray.data.stream.reader import SetReader, row_columns
 from mmray.data.vlm.chat_template import ALL_TARGETS, RowError, Targets
-from mmray.data.vlm.encoder import EncodedRow, ProcessorEncoder, encoder_arguments
+from mmray.data.vlm.encoder import TOKEN_TYPES, EncodedRow, ProcessorEncoder, encoder_arguments
+from mmray.data.vlm.families import GENERAL, find_family, read_config
 from mmray.data.vlm.video import Clip, clip_length_s
 
 if TYPE_CHECKING:
@@ -73,7 +74,9 @@ class ConversationReader(SetReader):
     @property
     def row_bytes(self) -> int:
         """Approximate maximum bytes of an encoded row: its images as pixels, and its token ids."""
-        return BYTES_PER_TOKEN * int(self._arguments["max_tokens"])
+        family = find_family(read_config(self._weights), self._weights)
+        pixel_bytes = 4 if family == GENERAL else 1  # float32
+        return pixel_bytes * BYTES_PER_TOKEN * int(self._arguments["max_tokens"])
 
     def read_block(
         self, plan: SamplePlan, positions: np.ndarray, pixels: np.ndarray | None = None
@@ -187,6 +190,7 @@ def read_clip(
 
 def _pack_row(row: EncodedRow) -> bytes:
     arrays = {"input_ids": row.input_ids, "loss_weights": row.loss_weights} | row.images
+    arrays |= row.token_types
     # Arrays that are not contiguous would be saved wrongly.
     return save({name: np.asarray(array, order="C") for name, array in arrays.items()})
 
@@ -198,4 +202,5 @@ def unpack_rows(block: Block) -> list[EncodedRow | None]:
 
 def _unpack_row(data: bytes) -> EncodedRow:
     arrays = dict(sorted(load(data).items()))  # `load` returns them in random order
-    return EncodedRow(arrays.pop("input_ids"), arrays.pop("loss_weights"), arrays)
+    types = {name: arrays.pop(name) for name in TOKEN_TYPES if name in arrays}
+    return EncodedRow(arrays.pop("input_ids"), arrays.pop("loss_weights"), arrays, types)

@@ -15,10 +15,12 @@ import orjson
 from mmray.data.messages import Message, message_text
 from mmray.data.prepare.token_counts import RowCounter
 from mmray.data.store.stored_row import Media, Row
-from mmray.data.vlm.encoder import MediaSize, ProcessorEncoder
+from mmray.data.vlm.encoder import CHECK_SIDE, MediaSize, ProcessorEncoder
+from mmray.data.vlm.families import GENERAL, refusal
 from mmray.data.vlm.video import clip_length_s
 from mmray.errors import DataError
 
+CHECK_ERRORS = (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError)
 # Place of frames in their intervals. Later times have no fewer digits, which some models write.
 LATEST = 0.999
 
@@ -51,6 +53,8 @@ class ProcessorCounter:
     @cached_property
     def _processor(self) -> tuple[str, UnusedTextSearch]:
         encoder = self._encoder(without_torch=False)
+        if encoder.family == GENERAL:
+            check_counts(encoder)
         search = UnusedTextSearch(
             tuple(encoder.reserved_tokens), encoder.template.omitted_reasoning
         )
@@ -131,6 +135,30 @@ class UnusedTextSearch:
             )
         if (omitted := np.flatnonzero(values > len(self.tokens))).size:
             yield "the chat template omits the reasoning before the last question", omitted
+
+
+def check_counts(encoder: ProcessorEncoder) -> None:
+    """Check that the processor of a model without a descriptor encodes images, and that the counts
+    of tokens are those of encoded rows.
+
+    Raises:
+        UsageError: It does not.
+    """
+    parts = [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "image"}]
+    turns: list[Message] = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "b"},
+    ]
+    try:
+        for height, width in ((1, 2), (3, 1)):
+            image = np.zeros((height * CHECK_SIDE, width * CHECK_SIDE, 3), np.uint8)
+            sizes = [MediaSize(image.shape[1], image.shape[0])] * 2
+            row = encoder.encode(turns, [image] * 2)
+            count = encoder.count_tokens(turns, sizes)
+            if count != len(row.input_ids):
+                raise ValueError(f"{count} tokens are counted, and {len(row.input_ids)} encoded")
+    except CHECK_ERRORS as error:
+        raise refusal(encoder.weights, encoder.config, "placeholders", error) from error
 
 
 def _check_sizes(row: Row) -> None:

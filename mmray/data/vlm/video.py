@@ -210,3 +210,10 @@ class FrameProcessor:
 def clip_length_s(media: Media, span: Sequence[float] | None) -> float:
     """Return the seconds of a video or audio that a text is about; 0 if they are not known."""
     return media.duration or 0.0 if span is None else span[1] - span[0]
+
+
+def kind_of(medium: Any) -> str:
+    """Return the kind of a decoded medium: `image`, `video` or `audio`."""
+    if isinstance(medium, Clip):
+        return "video"
+    return "audio" if getattr(medium, "ndim", 3) == 1 else "image"

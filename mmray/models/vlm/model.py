@@ -1,4 +1,4 @@
-"""Any supported vision-language model of transformers: rows with any number of images in, the
+"""Any vision-language model of transformers: rows with any number of images in, the
 next-token loss out.
 
 Every module, weight name and the arithmetic of a row are those of transformers. mmray adds packed
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,16 +22,28 @@ from mmray.data.vlm.collate import (
     ROW_COLUMNS,
     RowCollator,
     join_media,
+    padded_columns,
     rope_index_of,
     token_types,
     with_all_media,
 )
-from mmray.data.vlm.encoder import EncodedRow, ProcessorEncoder, encoder_arguments
-from mmray.data.vlm.families import FAMILIES, WEIGHTS_SETTING, has_weights, is_packable
+from mmray.data.vlm.encoder import TOKEN_TYPES, EncodedRow, ProcessorEncoder, encoder_arguments
+from mmray.data.vlm.families import (
+    GENERAL,
+    WEIGHTS_SETTING,
+    find_family,
+    has_weights,
+    is_packable,
+)
 from mmray.errors import UsageError
 from mmray.models.protocol import PRETRAINED, Model, Outputs, WeightSource
 from mmray.models.vlm.attention import PACKED_ATTENTION, PACKED_VISION_ATTENTION
 from mmray.models.vlm.loss import chunked_cross_entropy
+from mmray.models.vlm.self_check import (
+    check_general_model,
+    differs_if_packed,
+    find_unused_parameters,
+)
 from mmray.models.weights import load_config, load_pretrained
 
 if TYPE_CHECKING:
@@ -40,10 +52,13 @@ if TYPE_CHECKING:
 # Images of synthetic batches, for dry runs.
 SYNTHETIC_SIDE = 512
 MAX_SYNTHETIC_IMAGES = 8
-# Relative differences of losses and gradients of packed rows in float32, and how much larger they
-# may be under autocast. A row that attends to another one differs by more.
-PACKING_TOLERANCE = 1e-3
-HALF_PRECISION_FACTOR = 50
+# Modules of encoders that are the projector, of Qwen.
+PROJECTORS_IN_ENCODERS = (
+    "merger",
+    "deepstack_merger_list",
+    "merger_list",
+    *(f"audio_tower.proj{part}" for part in ("", 1, 2)),
+)
 # Columns that are not inputs of the transformers model.
 OTHER_COLUMNS = (*ROW_COLUMNS, "cu_seqlens", "targets", "target_index", "target_weights")
 
@@ -90,7 +105,7 @@ class Vlm(Model):
         inputs = spec.inputs
         self.encoder = ProcessorEncoder(spec.weights, **encoder_arguments(inputs))
         self.net = _build(spec.weights, source)
-        self.family = FAMILIES[self.net.config.model_type]
+        self.family = self.encoder.family
         self.text_config = self.net.config.get_text_config()
         self.dummy = self.encoder.encode_dummy()
         self.packed = is_packable(self.net.config.to_dict(), self.family)
@@ -99,18 +114,21 @@ class Vlm(Model):
             settings = getattr(self.encoder.processor, part, None)
             scale = 1 / getattr(settings, "rescale_factor", 1)
             for name in ("mean", "std"):
-                given = getattr(settings, f"image_{name}", [])
+                given = getattr(settings, f"image_{name}", None) or []
                 values = torch.tensor(given, dtype=torch.float64)
                 self.register_buffer(prefix + name, scale * values, persistent=False)
-        if self.net.get_output_embeddings().bias is not None:
+        head = self.net.get_output_embeddings()
+        if head is None or head.bias is not None:
             raise UsageError(
-                f"{WEIGHTS_SETTING}: {spec.weights} has an output layer with a bias, which is not "
-                "supported"
+                f"{WEIGHTS_SETTING}: {spec.weights} has no output layer, or one with a bias, which "
+                "is not supported"
             )
         if "unused" in source.saved:
             self.unused: list[str] = source.saved["unused"]
         else:
-            self.unused = self._unused_parameters()
+            if self.family == GENERAL:
+                check_general_model(self)
+            self.unused = find_unused_parameters(self)
         for name in self.unused:
             self.net.get_parameter(name).requires_grad_(False)
 
@@ -130,6 +148,8 @@ class Vlm(Model):
     @packed.setter
     def packed(self, packed: bool) -> None:
         self._packed = packed
+        if self.family == GENERAL:
+            return
         self.text_config._attn_implementation = PACKED_ATTENTION if packed else "sdpa"
         if self.family.pixels == "patches":
             for encoder in self._encoders().values():
@@ -171,9 +191,10 @@ class Vlm(Model):
             if len(larger.input_ids) > encoder.max_tokens:
                 break
             row = larger
-        filler = np.full(max(0, encoder.max_tokens - len(row.input_ids)), row.input_ids[-1])
-        ids = np.concatenate([row.input_ids, filler.astype(np.int32)])
-        full = EncodedRow(ids, np.ones(len(ids), np.float32), row.images)
+        added = (0, max(0, encoder.max_tokens - len(row.input_ids)))
+        ids = np.pad(row.input_ids, added, constant_values=row.input_ids[-1])
+        types = {name: np.pad(column, added) for name, column in row.token_types.items()}
+        full = EncodedRow(ids, np.ones(len(ids), np.float32), row.images, types)
         columns = {
             "key": torch.arange(rows),
             "label": torch.full((rows,), -1),
@@ -230,6 +251,8 @@ class Vlm(Model):
             name: column for name, column in batch.items() if name not in OTHER_COLUMNS
         }
         inputs |= self._image_inputs(inputs)
+        if self.family == GENERAL:
+            inputs = self._taken(inputs)
         if "cu_seqlens" in batch:
             inputs["cu_seq_lens_q"] = batch["cu_seqlens"]
             # Reading the longest row would wait for the device.
@@ -237,47 +260,10 @@ class Vlm(Model):
         return inputs
 
     def differs_if_packed(self) -> bool:
-        """Return whether packed rows have another loss or other gradients than separate rows.
-
-        This tests the model with three short rows, two of them with an image. It computes gradients
-        and then resets them to None. Gradients are compared by the norm of each parameter, so that
-        two sets of gradients are never in memory. If the model is sharded, only the shards of this
-        rank count.
-
-        Returns:
-            True if the loss, or the vector of gradient norms, differs by more than 0.1 %, or by
-            more than 5 % under autocast.
+        """Return whether packed rows have another loss or other gradients than separate rows; it
+        resets gradients to None.
         """
-        question = {"role": "user", "content": "What is in the image?"}
-        rows = [
-            replace(row, loss_weights=np.ones(len(row.input_ids), np.float32))
-            for row in (self.dummy, self.encoder.encode_prompt([question], []), self.dummy)
-        ]
-        collate = self.collator()
-        packed_loss, packed_norms = self._try_backward([collate(rows)])
-        loss, norms = self._try_backward([collate([row]) for row in rows])
-        tolerance = PACKING_TOLERANCE
-        if torch.is_autocast_enabled(self.mean.device.type):
-            tolerance *= HALF_PRECISION_FACTOR
-        loss_differs = abs(packed_loss - loss) > tolerance * abs(loss)
-        distance = torch.linalg.vector_norm(packed_norms - norms)
-        return loss_differs or bool(distance > tolerance * torch.linalg.vector_norm(norms))
-
-    def _try_backward(self, batches: Sequence[Batch]) -> tuple[float, Tensor]:
-        """Return the loss of batches, and the norm of the gradient of each parameter."""
-        total = 0.0
-        for batch in batches:
-            loss = self({name: each.to(self.mean.device) for name, each in batch.items()})[
-                "loss_sum"
-            ]
-            loss.backward()
-            total += float(loss.detach())
-        norms = [
-            torch.zeros(()) if weight.grad is None else _local_norm(weight.grad).cpu()
-            for weight in self.parameters()
-        ]
-        self.zero_grad(set_to_none=True)
-        return total, torch.stack(norms)
+        return differs_if_packed(self)
 
     def branches(self) -> dict[str, nn.Module]:
         """Return the encoder of images (or of audio) as `vision`, the second one of a model that
@@ -299,18 +285,18 @@ class Vlm(Model):
         The names are those of `named_parameters()`, and each is in one part. Embeddings and the
         output layer belong to `language`.
         """
-        encoders = self._encoders()
+        net = self.net
+        modules = self._encoders() | {"language": net.get_decoder()}
         part_of = {
-            id(weight): part
-            for part, encoder in encoders.items()
-            for weight in encoder.parameters()
+            id(weight): part for part, module in modules.items() for weight in module.parameters()
         }
-        parts: dict[str, list[str]] = {name: [] for name in (*encoders, "projector", "language")}
+        for module in (net.get_input_embeddings(), net.get_output_embeddings()):
+            part_of[id(module.weight)] = "language"
+        parts: dict[str, list[str]] = {name: [] for name in (*modules, "projector")}
         for name, weight in self.named_parameters():
-            if any(f".{module}." in f".{name}." for module in self.family.projector):
-                parts["projector"].append(name)
-            else:
-                parts[part_of.get(id(weight), "language")].append(name)
+            is_inside = any(f".{module}." in f".{name}." for module in PROJECTORS_IN_ENCODERS)
+            part = "projector" if is_inside else part_of.get(id(weight), "projector")
+            parts[part].append(name)
         return parts
 
     @torch.no_grad()
@@ -401,6 +387,13 @@ class Vlm(Model):
         in its precision.
         """
         columns = {}
+        if self.family == GENERAL:
+            dtype = self.net.get_input_embeddings().weight.dtype
+            return {
+                name: column.to(dtype)
+                for name, column in inputs.items()
+                if column.is_floating_point()
+            }
         if "input_features" in inputs:
             columns["input_features"] = inputs["input_features"].to(self.mean.dtype)
         for name, mean, std in (
@@ -439,7 +432,21 @@ class Vlm(Model):
         if self.family.token_types:
             types = token_types(ids, self.net.config)
             inputs[self.family.token_types] = types.to(device)
+        if self.family == GENERAL:
+            columns = padded_columns(rows, width, on_left=True).items()
+            inputs = self._taken(inputs | {name: column.to(device) for name, column in columns})
         return inputs | {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+    def _taken(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs without token types that the model does not take, as of tokenizers of
+        text pairs.
+        """
+        taken = signature(self.net.model.forward).parameters
+        return {
+            name: column
+            for name, column in inputs.items()
+            if name in taken or name not in TOKEN_TYPES
+        }
 
     @contextmanager
     def _attention_with_cache(self) -> Iterator[None]:
@@ -451,35 +458,6 @@ class Vlm(Model):
         finally:
             self.packed = packed
 
-    def _unused_parameters(self) -> list[str]:
-        """Return the weights that never get a gradient, such as pooling heads.
-
-        DDP waits for the gradient of each weight, so they have to be frozen. The names are those
-        of `net`.
-        """
-        names = {weight: name for name, weight in self.net.named_parameters()}
-        with_gradient: set[nn.Parameter] = set()
-
-        def add_weight(weight: nn.Parameter) -> None:
-            with_gradient.add(weight)
-            weight.grad = None
-
-        hooks = [
-            weight.register_post_accumulate_grad_hook(add_weight)
-            for weight in names
-            if weight.requires_grad
-        ]
-        row = replace(self.dummy, loss_weights=np.ones(len(self.dummy.input_ids), np.float32))
-        self.forward(self.collator()([row]))["loss_sum"].backward()
-        for hook in hooks:
-            hook.remove()
-        return [name for weight, name in names.items() if weight not in with_gradient]
-
-
-def _local_norm(gradient: Tensor) -> Tensor:
-    local: Any = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return torch.linalg.vector_norm(local.float())
-
 
 def _build(weights: str, source: WeightSource) -> Any:
     """Build the transformers model; of a folder with a config but no weights with random ones."""
@@ -487,7 +465,8 @@ def _build(weights: str, source: WeightSource) -> Any:
 
     saved = source.saved.get("config")
     if saved is None:
-        config = load_config(WEIGHTS_SETTING, weights, tuple(FAMILIES))
+        config = load_config(WEIGHTS_SETTING, weights)
+        find_family({"model_type": config.model_type}, weights)
     else:
         config = CONFIG_MAPPING[saved["model_type"]].from_dict(saved)
     if source.pretrained and has_weights(weights):

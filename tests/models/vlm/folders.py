@@ -109,6 +109,15 @@ TEMPLATES |= dict.fromkeys(
 
 def make_tokenizer(family: str) -> Any:
     """Return a byte-level BPE tokenizer with the special tokens of a family."""
+    ends = {"gemma3": "<end_of_turn>", "idefics3": "<end_of_utterance>", "llava": "</s>"}
+    ends |= {"smolvlm": ends["idefics3"], "llava_next": ends["llava"]}
+    return train_tokenizer(
+        TOKENS[family], TEMPLATES[family], ROLES.get(family, {}), ends.get(family, "<|im_end|>")
+    )
+
+
+def train_tokenizer(special: str, template: str, roles: Any, eos: str = "<|im_end|>") -> Any:
+    """Return a byte-level BPE tokenizer with some special tokens, of which some have roles."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
@@ -118,36 +127,44 @@ def make_tokenizer(family: str) -> Any:
         vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
-    special = ["<pad>", "<bos>", "<|im_start|>", "<|im_end|>", *TOKENS[family].split()]
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
-    ends = {"gemma3": "<end_of_turn>", "idefics3": "<end_of_utterance>", "llava": "</s>"}
-    ends |= {"smolvlm": ends["idefics3"], "llava_next": ends["llava"]}
+    tokens = ["<pad>", "<bos>", "<|im_start|>", "<|im_end|>", *special.split()]
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in tokens])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         bos_token="<bos>",
-        eos_token=ends.get(family, "<|im_end|>"),
-        chat_template=TEMPLATES[family],
-        extra_special_tokens=ROLES.get(family, {}),
+        eos_token=eos,
+        chat_template=template,
+        extra_special_tokens=roles,
     )
 
 
 def make_folder(family: str, folder: Path, seed: int = 0, dtype: Any = None) -> Path:
     """Save a tiny random model with its processor."""
     import torch
-    from transformers import AutoModelForMultimodalLM
 
     tokenizer = make_tokenizer(family)
     processor = make_processor(family, tokenizer)
-    torch.manual_seed(seed)
-    model = AutoModelForMultimodalLM.from_config(make_config(family, tokenizer))
-    with torch.no_grad():
-        for weight in model.parameters():
-            # Large enough for gradients to depend on each token.
-            weight.normal_(0, 0.1)
-    model.to(dtype or torch.float32).save_pretrained(folder)
+    save_random_model(make_config(family, tokenizer), folder, seed, dtype or torch.float32)
     processor.save_pretrained(folder)
     return folder
+
+
+def save_random_model(
+    config: Any, folder: Path, seed: int, dtype: Any, with_vectors: bool = True
+) -> None:
+    """Save a model with random matrices, and vectors such as weights of norms."""
+    import torch
+    from transformers import AutoModelForMultimodalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForMultimodalLM.from_config(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if with_vectors or weight.ndim > 1:
+                # Large enough for gradients to depend on each token.
+                weight.normal_(0, 0.1)
+    model.to(dtype).save_pretrained(folder)
 
 
 def make_processor(family: str, tokenizer: Any) -> Any:

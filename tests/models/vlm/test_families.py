@@ -311,7 +311,8 @@ def test_saved_processor_has_the_limits_of_the_run(family, folder_of, tmp_path):
     from transformers import AutoProcessor
 
     folder = folder_of(family)
-    budget = FAMILIES[family].budget
+    names = {"idefics3": "edge", "smolvlm": "edge", "internvl": "tiles"}
+    budget = names.get(family, "size" if FAMILIES[family].mrope else "")
     limits: dict[str, Any] = {"frame_pixels": 3000, "frames": 4} if FAMILIES[family].video else {}
     limits |= {"max_pixels": 32 * 32 if budget == "edge" else 2 * 28 * 28} if budget else {}
     if family == "qwen2_5_vl":
