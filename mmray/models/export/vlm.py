@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import islice
 from mimetypes import guess_type
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +15,11 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from mmray.data.messages import Message
+from mmray.data.messages import Message, parse_messages, parse_tools
+from mmray.data.rows import parse_image
 from mmray.data.store.stored_row import Media
 from mmray.data.vlm.reader import read_clip
+from mmray.data.vlm.video import kind_of
 from mmray.errors import DataError, UsageError
 from mmray.models import lora
 from mmray.models.export.export import CARD, CONFIG, EXPORT_MARKER, replace_export
@@ -119,8 +123,8 @@ def export_vlm(
 class Conversations:
     """Continues conversations with images, videos and audio by greedy decoding.
 
-    `answer` takes a list of messages {"role": ..., "content": ...} with their media (paths, or PIL
-    images), and returns the assistant's next message as text.
+    `answer` takes a list of messages in any notation that `mmray prepare` reads, with their media
+    (paths, or PIL images), and returns the assistant's next message as text.
 
     Args:
         model: A vision-language model of mmray, the module `Vlm`, which has the processor too.
@@ -138,9 +142,11 @@ class Conversations:
         """Return the assistant's next message of a conversation, or of each of several.
 
         Args:
-            images: The media of the parts, in order, which are decoded as in training: paths of
-                images, videos and audio (the suffix determines the kind), encoded images (bytes) or
-                PIL images; of several conversations a list of such lists.
+            messages: Such as {"role": "user", "content": parts}, {"from": "human", "value":
+                "<image>..."}, or parts with media of their own, {"type": "image", "image": PATH}.
+            images: The media of the other parts, in order, decoded as in training: paths of images,
+                videos and audio (the suffix determines the kind), encoded images (bytes) or PIL
+                images; of several conversations a list of such lists.
 
         Returns:
             The answer as a str; for several conversations a list of str.
@@ -158,23 +164,57 @@ class Conversations:
         answers: list[str] = []
         for start in range(0, len(conversations), ANSWER_BATCH):
             part = slice(start, start + ANSWER_BATCH)
-            opened = [[self._open(*each) for each in enumerate(media)] for media in images[part]]
             try:
-                answers += self.model.answer(conversations[part], opened, max_new_tokens)
+                rows = [*map(self._parse, conversations[part], images[part])]
+                prompts, media = zip(*rows, strict=True)
+                answers += self.model.answer(prompts, media, max_new_tokens)
             except ValueError as error:
                 raise UsageError(f"cannot answer: {error}") from error
         return answers
 
-    def _open(self, index: int, medium: Any) -> Any:
+    def _parse(
+        self, messages: Sequence[Message], images: Sequence[Any]
+    ) -> tuple[Sequence[Message], list[Any]]:
+        """Return a conversation as `mmray prepare` stores it, and its media in the order of parts.
+
+        Raises ValueError.
+        """
+        given = [self._open(*each) for each in enumerate(images)]
+        rest = {
+            kind: iter([each for each in given if kind_of(each) == kind])
+            for kind in dict.fromkeys(map(kind_of, given))
+        }
+        counts = Counter(map(kind_of, given))
+        parsed = parse_messages([*messages, {"role": "assistant", "content": "-"}], counts)
+        prompt = [*parsed.messages[:-1]]
+        if tools := parse_tools(messages[0].get("tools") or []):
+            prompt[0] = prompt[0] | {"tools": tools}
+        media: list[Any] = []
+        for index, (kind, value) in enumerate(parsed.media):
+            if value is None:
+                media += islice(rest.get(kind, iter(())), 1)
+                continue
+            if not isinstance(value, Image.Image):
+                reference = parse_image(value, kind)
+                value = reference.file if reference.data is None else reference.data
+            media.append(self._open(index, value, kind))
+        return prompt, media
+
+    def _open(self, index: int, medium: Any, kind: str = "image") -> Any:
+        """Decode a medium; the suffix of a path determines its kind."""
         from mmray.models.export.load import decode_image  # which imports this module
 
         is_file = isinstance(medium, str | Path)
-        kind = (guess_type(medium)[0] or "").partition("/")[0] if is_file else ""
-        if kind in ("video", "audio"):
+        if is_file:
+            guessed = (guess_type(medium)[0] or "").partition("/")[0]
+            kind = guessed if guessed in ("video", "audio") else kind
+        if kind != "image":
             try:
-                return read_clip(Media(kind, Path(medium).read_bytes()), self.model.encoder)
+                data = Path(medium).read_bytes() if is_file else medium
+                return read_clip(Media(kind, data), self.model.encoder)
             except (OSError, ValueError) as error:
-                raise DataError(f"{kind} {index} ({medium}): {error}") from None
+                name = f" ({medium})" if is_file else ""
+                raise DataError(f"{kind} {index}{name}: {error}") from None
         if is_file or isinstance(medium, bytes | Image.Image):
             return decode_image(index, medium)
         return medium

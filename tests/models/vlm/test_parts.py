@@ -162,6 +162,13 @@ def test_export_opens_in_transformers_and_answers(folder_of, tmp_path):
     assert loaded.answer([messages, ROWS[0][0][:1]], [[tmp_path / "a.png"], []], 5)[:1] == expected
     with pytest.raises(UsageError, match="1 image parts, the row 0 images"):
         loaded.answer(messages, [])
+    # As `mmray prepare` reads them.
+    asked = ROWS[1][0][0]["content"][1]["text"]
+    own = [{"type": "image_url", "image_url": {"url": str(tmp_path / "a.png")}}]
+    own.append({"type": "text", "text": asked})
+    assert [loaded.answer([{"role": "user", "content": own}], [], 5)] == expected
+    turns = [{"from": "human", "value": f"<image>\n{asked}"}]
+    assert [loaded.answer(turns, [image], 5)] == expected
 
 
 def adapted_model(folder, base, **settings_of_lora):
