@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from mmray.version import VERSION as __version__
@@ -48,6 +49,12 @@ __all__ = [
 ]
 # Modules of the names that are not in mmray.api.
 _MODULES = {"Config": "config", "MmrayError": "errors", "Run": "run", "load": "models.export.load"}
+
+
+# Of torchao, which transformers and peft import if it is installed.
+logging.getLogger("torch.utils._pytree").addFilter(
+    lambda line: "Enum subclass" not in str(line.msg)
+)
 
 
 def __getattr__(name: str) -> Any:
