@@ -132,12 +132,11 @@ def build_grad_cache(
     group = state.group
     parts = state.parts
     counts = _local_counts(parts, batch.micro_batches, stop)
-    with state.timers("sync"):
-        if embeddings and parts.pairwise_loss is None:
-            gathered = gather_outputs(group, embeddings, parts.gathered_names, batch, counts)
-        else:
-            summed = group.all_reduce_sum(torch.cat(counts))
-            gathered = GatheredOutputs(summed.split([len(each) for each in counts]))
+    if embeddings and parts.pairwise_loss is None:
+        gathered = gather_outputs(group, embeddings, parts.gathered_names, batch, counts)
+    else:
+        summed = group.all_reduce_sum(torch.cat(counts))
+        gathered = GatheredOutputs(summed.split([len(each) for each in counts]))
     global_counts, local_counts, stop_requests = gathered.counts
     global_counts = global_counts.clamp(min=1)
     local_counts = local_counts.clamp(min=1)
@@ -150,8 +149,7 @@ def build_grad_cache(
         stop_requests=stop_requests,
     )
     if parts.mining_loss is not None:
-        with state.timers("sync"):
-            inputs = gather_negative_inputs(group, parts.mining_loss, batch)
+        inputs = gather_negative_inputs(group, parts.mining_loss, batch)
         cache.micro_batches = attach_negatives(
             parts.mining_loss, batch, embeddings, gathered.columns, inputs
         )
@@ -243,19 +241,18 @@ def _global_loss(
         for name, column in first.items()
         if column.ndim == 1  # one value a row
     }
-    with state.timers("forward"):
-        loss_sum, _, metrics = objective.compute_loss(leaves, row_values, gathered.columns)
-        loss = _weighted(loss_sum, weights)
+    loss_sum, _, metrics = objective.compute_loss(leaves, row_values, gathered.columns)
     inputs = list(leaves.values())
     if gathered.packed is not None:
         inputs.append(gathered.packed)
-    with state.timers("backward"):
-        gradients = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+    state.memory.sample()
+    gradients = torch.autograd.grad(
+        _weighted(loss_sum, weights), inputs, allow_unused=True, materialize_grads=True
+    )
     by_name = dict(zip(leaves, gradients, strict=False))
     if gathered.packed is not None:
         # Other ranks' losses have gradients at this rank's outputs, too.
-        with state.timers("sync"):
-            received = state.group.reduce_scatter(gradients[-1])
+        received = state.group.reduce_scatter(gradients[-1])
         for name, gradient in unpack(received[1:, 1:], gathered.shapes).items():
             if name in by_name:
                 by_name[name] = by_name[name] + gradient[: len(by_name[name])]

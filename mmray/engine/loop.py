@@ -86,7 +86,8 @@ class Trainer:
         if load_checkpoint is not None:
             self._load(load_checkpoint)
         self.meter = Meter(
-            Throughput(self.state.timers),
+            Throughput(),
+            self.state.memory,
             spec.group,
             self.state.precision,
             devices=self.state.strategy.num_devices,
@@ -107,7 +108,6 @@ class Trainer:
             first=progress.step,
             rank=spec.group.rank,
             device=spec.group.device,
-            timers=self.state.timers,
             group_by_length=spec.group_by_length,
             interrupt_stream=spec.interrupt_stream,
         )
@@ -158,7 +158,6 @@ class Trainer:
                 "The prepared set may have changed: rerun its `mmray prepare` command, or compare "
                 "its fingerprint with the run's data.json"
             )
-        self.state.timers.idle.start_step(batch.wait_s, batch.cpu_s)
         return batch
 
     def _take_step(self, batch: LocalBatch) -> StepResult:
@@ -244,7 +243,6 @@ class Trainer:
         if saving:
             with spec.heartbeat.state("saving"):
                 self._save(metrics or {}, last)
-        self.state.timers.idle.resume()
         for callback in spec.callbacks:
             callback.on_step(step, metrics)
         return metrics

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from mmray.data.stream.collate import is_flat
 from mmray.data.stream.order import SamplePlan
-from mmray.engine.metrics.timers import PhaseTimers
 from mmray.errors import OutOfMemoryError, TrainingError
 from mmray.objectives.protocol import Batch
 
@@ -67,7 +66,6 @@ class LocalBatch:
         sizes: Rows of each micro-batch including invalid ones; equal on every rank.
         token_counts: Numbers of caption tokens, samples and frames, for the padding metrics.
         wait_s: Seconds that the step waited for the batch.
-        cpu_s: Seconds of CPU time that the prefetch thread spent on it; 0 without a thread.
     """
 
     micro_batches: list[Batch]
@@ -76,7 +74,6 @@ class LocalBatch:
     sizes: tuple[int, ...]
     token_counts: TokenCounts
     wait_s: float = 0.0
-    cpu_s: float = 0.0
 
     @property
     def rows(self) -> int:
@@ -190,7 +187,6 @@ class Prefetcher:
         plan: The positions of the sample order that each step takes.
         first: The first step of `steps`, counted from 0.
         rank: Rank of this worker.
-        timers: Receive the time of copies, as phase `transfer`.
         group_by_length: Whether `steps` has the rows of a step sorted by length; the order of their
             positions is then not checked.
         interrupt_stream: Called without arguments; ends `steps`, also for a thread that waits for
@@ -204,7 +200,6 @@ class Prefetcher:
         first: int,
         rank: int,
         device: torch.device,
-        timers: PhaseTimers,
         group_by_length: bool = False,
         interrupt_stream: Callable[[], None] = lambda: None,
     ) -> None:
@@ -212,7 +207,7 @@ class Prefetcher:
         self._thread: _BackgroundIterator | None = None
         self._batches: Iterator[LocalBatch] = batches
         if device.type == "cuda":
-            copied = _copied_batches(batches, DeviceCopier(device, timers))
+            copied = _copied_batches(batches, DeviceCopier(device))
             receive = partial(_receive, device=device)
             self._thread = _BackgroundIterator(copied, receive, device, interrupt_stream)
             self._batches = self._thread
@@ -317,12 +312,8 @@ class Copied(NamedTuple):
 
 
 def _copied_batches(batches: Iterator[LocalBatch], copier: DeviceCopier) -> Iterator[Copied]:
-    start_s = time.thread_time()
     for batch in batches:
-        copied = copier(batch)
-        end_s = time.thread_time()
-        yield copied._replace(batch=replace(copied.batch, cpu_s=end_s - start_s))
-        start_s = end_s
+        yield copier(batch)
         # The stream may overwrite the rows of a step when the next one is requested.
         copier.wait()
 
@@ -333,17 +324,10 @@ class DeviceCopier:
     The call returns when the copy is queued, with the batch on the GPU and an event of its end.
     Pixels in pinned memory are copied from there in one piece; other columns first to pinned memory
     that is reused.
-
-    It returns a Copied: `batch` (the LocalBatch on the GPU), `memory` and `event`; `wait()` waits
-    until the last copy is complete.
-
-    Args:
-        timers: Get the time of the copies, as phase `transfer`.
     """
 
-    def __init__(self, device: torch.device, timers: PhaseTimers):
+    def __init__(self, device: torch.device):
         self._device = device
-        self._timers = timers
         self._stream = torch.cuda.Stream(device)
         self._pinned = torch.empty(0, dtype=torch.uint8)
         self._last_copy: torch.cuda.Event | None = None
@@ -368,7 +352,7 @@ class DeviceCopier:
             self._pinned = torch.empty(starts[-1] * 5 // 4, dtype=torch.uint8).pin_memory()
         for tensor, start in zip(columns, starts, strict=False):
             _view_at(self._pinned, start, tensor).copy_(tensor)
-        with torch.cuda.stream(self._stream), self._timers("transfer"):
+        with torch.cuda.stream(self._stream):
             memory = [self._pinned[: starts[-1]].to(self._device, non_blocking=True)]
             if pixels is not None:
                 memory.append(pixels.to(self._device, non_blocking=True))

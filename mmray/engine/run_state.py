@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
 from mmray.engine.heartbeat import HeartbeatState
-from mmray.engine.metrics.timers import PhaseTimers
+from mmray.engine.metrics.timers import PeakMemory
 from mmray.engine.metrics.writers import Metrics, MetricsLog
 from mmray.engine.optimizer import build_optimizer
 from mmray.engine.parallel.strategy import Strategy, strategy_class
@@ -170,7 +170,7 @@ class LoopProgress:
 
 @dataclass(frozen=True)
 class TrainState:
-    """Model, optimizer, objective and timers of one rank, which a step reads or changes.
+    """Model, optimizer and objective of one rank, which a step reads or changes.
 
     It is built from TrainSpec at the start of the loop; the rows of a step are not part of it.
 
@@ -185,7 +185,7 @@ class TrainState:
         precision: Settings of autocast.
         optimizer: Optimizer of the trainable weights.
         scaler: Loss scaler; disabled unless the precision is fp16.
-        timers: Measure the phases of a step, such as `forward`.
+        memory: Measures the peak memory.
         clip_norm: Maximum norm of the gradients; 0: no clipping.
         heartbeat: Counts each forward and backward as progress.
     """
@@ -198,7 +198,7 @@ class TrainState:
     precision: Precision
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
-    timers: PhaseTimers
+    memory: PeakMemory
     clip_norm: float = 0.0
     heartbeat: HeartbeatState = field(default_factory=HeartbeatState)
 
@@ -236,7 +236,7 @@ class TrainState:
             precision=precision,
             optimizer=build_optimizer(model, optimizer),
             scaler=precision.scaler(),
-            timers=PhaseTimers(group.device),
+            memory=PeakMemory(group.device),
             clip_norm=optimizer.clip_norm,
             heartbeat=heartbeat or HeartbeatState(),
         )

@@ -86,8 +86,8 @@ def accumulate_gradients(
                 state, state.model, micro_batch, seed_of(index), batch.is_dummy[index]
             )
             tensors, gradients = cache.backward_inputs(state.parts, outputs, index)
-            with state.timers("backward"):
-                torch.autograd.backward(tensors, gradients)
+            state.memory.sample()  # all activations are in memory now
+            torch.autograd.backward(tensors, gradients)
         cache.scalars = {
             name: outputs[name].detach() for name in state.objective.scalar_output_names
         }
@@ -95,8 +95,7 @@ def accumulate_gradients(
         del outputs, tensors, gradients
         first_outputs = None
         state.heartbeat.count_progress()
-    with state.timers("sync"):
-        state.strategy.end_backward(state.model, state.group)
+    state.strategy.end_backward(state.model, state.group)
     return cache
 
 
@@ -153,7 +152,7 @@ def forward_micro_batch(
     """
     statistics = preserve_buffers(state.module) if is_dummy else nullcontext()
     random_numbers = fork_seeded_rng(seed, state.group.device)
-    with state.timers("forward"), statistics, random_numbers, state.precision.autocast():
+    with statistics, random_numbers, state.precision.autocast():
         return model(micro_batch)
 
 
@@ -164,32 +163,26 @@ def apply_update(state: TrainState, cache: GradCache) -> StepResult:
     infinity of one rank is in all of them.
 
     """
-    idle = state.timers.idle
-    with state.timers("optimizer") as backward_end:
-        state.scaler.unscale_(state.optimizer)
-        weights = list(state.model.parameters())
-        device_norm = grad_norm(weights)
-        # The only place in a step where the host waits for the device.
-        read = state.group.read_later(
-            torch.cat([device_norm[None], cache.stop_requests.to(device_norm)])
-        )
-        on_device = steps_on_device(state.optimizer, weights) and not state.scaler.is_enabled()
-        if on_device:
-            # queued before the wait, so that the device has work meanwhile
-            step_on_device(state.optimizer, weights, device_norm, state.clip_norm)
-            idle.end_update()
-        idle.end_launches(backward_end)
-        norm, stop_requests = read().tolist()
+    state.scaler.unscale_(state.optimizer)
+    weights = list(state.model.parameters())
+    device_norm = grad_norm(weights)
+    # The only place in a step where the host waits for the device.
+    read = state.group.read_later(
+        torch.cat([device_norm[None], cache.stop_requests.to(device_norm)])
+    )
+    on_device = steps_on_device(state.optimizer, weights) and not state.scaler.is_enabled()
+    if on_device:
+        # queued before the wait, so that the device has work meanwhile
+        step_on_device(state.optimizer, weights, device_norm, state.clip_norm)
+    norm, stop_requests = read().tolist()
+    if math.isfinite(norm):
         if not on_device:
-            if math.isfinite(norm):
-                if 0 < state.clip_norm < norm:
-                    clip_gradients(weights, device_norm, state.clip_norm)
-                state.scaler.step(state.optimizer)
-            idle.end_update()
-        if math.isfinite(norm):
-            as_model(state.module).clamp_parameters()
-        state.scaler.update()
-        zero_gradients(state)
+            if 0 < state.clip_norm < norm:
+                clip_gradients(weights, device_norm, state.clip_norm)
+            state.scaler.step(state.optimizer)
+        as_model(state.module).clamp_parameters()
+    state.scaler.update()
+    zero_gradients(state)
     return StepResult(cache.means, cache.scalars, norm, stop_requests > 0)
 
 

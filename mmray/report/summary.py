@@ -24,11 +24,14 @@ from mmray.report.run import (
 )
 from mmray.storage.paths import AnyPath, to_path
 
-IDLE_WARNING = 0.2  # fraction of the time in which a device waits, for data or the process
-LAUNCH_WARNING = 0.5  # fraction of the time in launch-bound steps, part of which the device is busy
-ROWS_CPU_WARNING = 0.5  # CPU time for moving rows, as a fraction of the time
+WAIT_WARNING = 0.2  # fraction of the time in which workers wait for data
+BUSY_PERCENT = 80.0  # of the time in which a GPU runs kernels
 LIMIT = "limit"  # name of the finding
 DATA_FIX = "use more data processes (data.workers), or prepare smaller images (--image-side)"
+HOST_FIX = (
+    "use larger micro-batches (batch.micro) and train.compile inductor, and do less in "
+    "train.callbacks; train.profile 5 records what the process does between kernels"
+)
 
 
 def format_duration(seconds: float | None) -> str:
@@ -56,55 +59,22 @@ def dataset_names(trained_on: str) -> str:
 def find_limit(run: RunRecord) -> Finding:
     """Return what keeps the devices of a run waiting, for its page and for `mmray doctor RUN`.
 
-    On GPUs it is decided by their idle time between steps and by steps in which they wait for
-    launches of kernels, on CPUs by the wait for data.
-
-    Args:
-        run: The content of the run folder; the logged metrics are read.
-
-    Returns:
-        A Finding: `level`, `name` (`limit`), and the texts `observed` and `fix`. The level is
-        `warning` if the devices wait, and `observed` then starts with `Data-bound` or `Host-bound`;
-        it is `ok` if they wait little, or if nothing was measured.
+    The level is `warning` if they wait, and `observed` then starts with `Data-bound` or
+    `Host-bound`; it is `ok` if they wait little, or if nothing was measured.
     """
-    if not run.values("time/data_wait_share"):
+    waits = run.values("time/data_wait_share")
+    if not waits:
         return Finding("ok", LIMIT, "not measured: no step after the first was logged")
-    data_wait = _median_share(run, "data_wait")
-    if not run.values("time/device_idle_share"):
-        measured = f"the workers waited for data {data_wait:.0%} of the time"
-        if data_wait > IDLE_WARNING:
-            return Finding("warning", LIMIT, f"Data-bound: {measured}", DATA_FIX)
-        return Finding("ok", LIMIT, f"{measured}; no idle time of a GPU was logged")
-    names = ("device_idle", "device_idle_data", "launch_bound", "rows_cpu")
-    idle, for_data, launch_bound, rows_cpu = (_median_share(run, name) for name in names)
-    measured = f"the GPU was idle {idle:.0%} of the time between steps ({for_data:.0%} for data)"
-    if for_data > IDLE_WARNING:
+    wait = median(waits)
+    measured = f"the workers waited for data {wait:.0%} of the time"
+    busy_percent = run.values("gpu/busy_percent")
+    if busy_percent:
+        measured += f", the GPU was busy {median(busy_percent):.0f}%"
+    if wait > WAIT_WARNING:
         return Finding("warning", LIMIT, f"Data-bound: {measured}", DATA_FIX)
-    measured += f" and launch-bound for another {launch_bound:.0%}"
-    if idle - for_data <= IDLE_WARNING and launch_bound <= LAUNCH_WARNING:
-        return Finding("ok", LIMIT, measured)
-    if rows_cpu > ROWS_CPU_WARNING:
-        cause = f"is busy moving rows ({rows_cpu:.0%} of a CPU core)"
-        fix = (
-            "use more workers, each of which then moves fewer rows; the log has a `data` line if "
-            "their pixels could not be pinned"
-        )
-    elif launch_bound > LAUNCH_WARNING:
-        cause = "launches kernels too slowly"
-        fix = (
-            "use larger micro-batches (batch.micro) and train.compile inductor; CUDA graphs "
-            "(train.cuda_graphs auto) need one worker and one micro-batch a step"
-        )
-    else:
-        cause = "does other work between steps, such as callbacks"
-        fix = "profile some steps (train.profile), and do less in train.callbacks"
-    observed = f"Host-bound: {measured}: the training process {cause}"
-    return Finding("warning", LIMIT, observed, fix)
-
-
-def _median_share(run: RunRecord, name: str) -> float:
-    """Return the median of a share of the time (0 to 1) in metrics.jsonl; 0 if there is none."""
-    return median(run.values(f"time/{name}_share") or [0.0])
+    if busy_percent and median(busy_percent) < BUSY_PERCENT:
+        return Finding("warning", LIMIT, f"Host-bound: {measured}", HOST_FIX)
+    return Finding("ok", LIMIT, measured)
 
 
 def settings_table(config: dict[str, Any]) -> list[dict[str, str]]:

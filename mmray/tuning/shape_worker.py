@@ -23,7 +23,7 @@ from mmray.engine import precision
 from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
 from mmray.engine.memory_probe import dry_run, synthetic_step
-from mmray.engine.metrics.timers import PhaseTimers
+from mmray.engine.metrics.timers import PeakMemory
 from mmray.engine.optimizer import set_lr
 from mmray.engine.parallel.device_defaults import configure_torch, resolve_auto
 from mmray.engine.parallel.transforms import apply_transforms
@@ -131,8 +131,8 @@ def time_shape(
     """
     group = state.group
     _reset_peak_memory(group.device)
-    timers = PhaseTimers(group.device)
-    state = replace(state, timers=timers)
+    memory = PeakMemory(group.device)
+    state = replace(state, memory=memory)
     rows = ceil(global_batch_size / group.world_size)
     batch = synthetic_step(
         partial(synthetic_rows, state.module, config.model, device=group.device),
@@ -158,7 +158,7 @@ def time_shape(
     # The first step allocates, and is slower than others.
     slowest_s = max(group.all_gather_objects(time_step()))
     num_steps = min(MAX_STEPS, max(1, ceil(WINDOW_S / slowest_s)))
-    own = (float(np.median([time_step() for _ in range(num_steps)])), timers.peak_gib())
+    own = (float(np.median([time_step() for _ in range(num_steps)])), memory.peak_gib())
     step_s, peak_gib = np.max(group.all_gather_objects(own), axis=0).tolist()
     next_batch.clear()
     return Visit(global_batch_size, micro_batch_size, step_s, peak_gib)

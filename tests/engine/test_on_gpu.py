@@ -26,7 +26,6 @@ from mmray.data.stream.slots import PixelSlots
 from mmray.engine import loop, worker
 from mmray.engine.checkpoint.state_io import HostStager
 from mmray.engine.collectives import Group
-from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.parallel.strategy import use_channels_last
 from mmray.engine.prefetch import DeviceCopier, make_local_batch, register_pinned
 from mmray.engine.step import accumulate_gradients, optimizer_step
@@ -222,7 +221,7 @@ def test_pixels_are_copied_from_the_shared_memory_that_holds_them(monkeypatch, i
     expected = make_local_batch(toy.cut(rows, 4)).micro_batches
     notes = []
     with gpus(monkeypatch), register_pinned(slots.pixels, lambda *note: notes.append(note)):
-        copier = DeviceCopier(GPU, PhaseTimers(GPU))
+        copier = DeviceCopier(GPU)
         copied = copier(make_local_batch(toy.cut(shared, 4)))
         copier.wait()
         slots.pixels[:] = 0
@@ -244,7 +243,7 @@ def test_step_is_copied_at_once_through_memory_that_is_reused(monkeypatch):
     for micro_batches in steps:
         micro_batches[0]["boxes"] = micro_batches[0]["boxes"][:, :0]
     with gpus(monkeypatch):
-        copier, pins, copied = DeviceCopier(GPU, PhaseTimers(GPU)), [], []
+        copier, pins, copied = DeviceCopier(GPU), [], []
         for micro_batches in steps:
             batch = copier(make_local_batch(micro_batches))
             pins.append(copier._pinned)

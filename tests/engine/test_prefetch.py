@@ -10,7 +10,6 @@ import torch
 
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import prefetch
-from mmray.engine.metrics.timers import PhaseTimers
 from mmray.errors import TrainingError
 from tests.engine import toy
 
@@ -19,7 +18,7 @@ PLAN = SamplePlan(num_rows=20, global_batch_size=10, world_size=1, seed=0, steps
 
 
 def local_batches(steps, **options):
-    return prefetch.Prefetcher(steps, PLAN, 0, 0, CPU, PhaseTimers(CPU), **options)
+    return prefetch.Prefetcher(steps, PLAN, 0, 0, CPU, **options)
 
 
 def test_padding_is_removed_and_order_is_kept():

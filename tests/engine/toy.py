@@ -19,7 +19,7 @@ from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop, optimizer
 from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
-from mmray.engine.metrics.timers import PhaseTimers
+from mmray.engine.metrics.timers import PeakMemory
 from mmray.engine.parallel.strategy import strategy_class
 from mmray.engine.precision import Precision, fork_seeded_rng, micro_seed
 from mmray.engine.prefetch import make_local_batch
@@ -283,7 +283,7 @@ def train_state(
         precision=precision,
         optimizer=optimizer.build_optimizer(model, OPTIMIZER),
         scaler=scaler or FP32.scaler(),
-        timers=PhaseTimers(torch.device("cpu")),
+        memory=PeakMemory(torch.device("cpu")),
         clip_norm=OPTIMIZER.clip_norm,
     )
 

@@ -75,8 +75,8 @@ def kernels(device: torch.device) -> Iterator[Case]:
     Yields:
         (name, function) of each case: the function is called without arguments, and returns a list
         of dicts with a `case`. The first of a step has `step_ms`, `busy_share` (0 to 1, of the time
-        in which a kernel ran), `kernels_per_step`, the run's metrics that end with `_share`, and
-        what `kernel_kinds` returns; then follow those of `top_kernels` and of `largest_gaps`.
+        in which a kernel ran), `kernels_per_step`, and what `kernel_kinds` returns; then follow
+        those of `top_kernels` and of `largest_gaps`.
     """
     for rows in rows_of(device):
         yield f"clip, {rows} rows", partial(_profile_loop, device, rows)
@@ -91,7 +91,7 @@ def _profile_loop(device: torch.device, rows: int) -> list[dict[str, Any]]:
     steps = WARMUP_STEPS + PROFILED_STEPS
     shape = BatchShape(rows, rows, world_size=1)
     model = bench.copy_of_model(shape)
-    metrics = bench.train(model, shape, steps, callbacks=(recorder,)).metrics
+    bench.train(model, shape, steps, callbacks=(recorder,))
     spans = kernel_spans(recorder.profile.events(), device)
     assert spans, "the profiler recorded no kernel"
     busy_share, largest = largest_gaps(spans, NUM_GAPS)
@@ -102,8 +102,6 @@ def _profile_loop(device: torch.device, rows: int) -> list[dict[str, Any]]:
         "busy_share": busy_share,
         "kernels_per_step": len(spans) / PROFILED_STEPS,
     }
-    # idle time as a run measures it, of the last steps
-    row |= {name: share for name, share in metrics.items() if name.endswith("_share")}
     return [
         row | kernel_kinds(spans),
         *({"case": f"{case}, kernel {rank}"} | row for rank, row in top_kernels(spans)),

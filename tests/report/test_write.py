@@ -179,7 +179,7 @@ def test_user_text_is_escaped(tmp_path, where):
         ),
         ([line(1, **{"train/skipped_steps": 4})], None, None, "4 steps were skipped"),
         ([line(1, **{"time/data_wait_share": 0.6})], None, None, "waited for data 60% of the time"),
-        ([line(1, **{"time/device_idle_share": 0.5})], None, None, "the GPU was idle 50% of the"),
+        ([line(1, **{"gpu/busy_percent": 50.0})], None, None, "the GPU was busy 50%"),
     ],
 )
 def test_incomplete_run_has_a_page(tmp_path, lines, result, drawn, message):

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from mmray.data.stream.collate import is_flat
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.table import METRICS
-from mmray.engine.metrics.timers import Throughput
+from mmray.engine.metrics.timers import PeakMemory, Throughput
 from mmray.engine.metrics.writers import Metrics
 from mmray.engine.parallel.transforms import (
     disable_recomputation,
@@ -38,6 +38,7 @@ class Meter:
 
     Attributes:
         rates: Measures the times of steps.
+        memory: Measures the peak memory.
         group: All ranks, with the device.
         precision: Precision of training, which determines the peak FLOP/s of a GPU.
         devices: Number of devices of a worker.
@@ -50,6 +51,7 @@ class Meter:
     """
 
     rates: Throughput
+    memory: PeakMemory
     group: Group
     precision: Precision
     devices: int = 1
@@ -77,7 +79,7 @@ class Meter:
                 metrics["throughput/mfu"] = flops_per_s / peak_flops(device, self.precision)
         if self.compiles:
             metrics["compile/graphs"] = num_compiled_graphs()
-        return metrics | machine_load(device) | {"memory/peak_gib": self.rates.timers.peak_gib()}
+        return metrics | machine_load(device) | {"memory/peak_gib": self.memory.peak_gib()}
 
 
 def reduce_over_ranks(

@@ -35,7 +35,6 @@ class MetricInfo:
 
 LOSS_CHART = "Loss"
 _STEP_CHART = "Where a step's time goes"
-_PHASE = "Device time of a step: {}."
 
 METRICS = {
     "step": MetricInfo("Number of the last logged step.", gauge="mmray_step"),
@@ -97,19 +96,6 @@ METRICS = {
         console="data wait {value:.0%}",
         gauge="mmray_data_wait_share",
     ),
-    "time/device_idle_share": MetricInfo("Fraction of time a GPU is idle between steps."),
-    "time/device_idle_data_share": MetricInfo("The part of it in which the step waits for rows."),
-    "time/launch_bound_share": MetricInfo(
-        "On a GPU: fraction of time in forward and backward of launch-bound steps."
-    ),
-    "time/rows_cpu_share": MetricInfo(
-        "On a GPU: CPU time of the thread that prefetches rows; 1 is a whole core."
-    ),
-    "time/transfer_s": MetricInfo(_PHASE.format("transfer of rows")),
-    "time/forward_s": MetricInfo(_PHASE.format("forward")),
-    "time/backward_s": MetricInfo(_PHASE.format("backward, with the all-reduce of DDP")),
-    "time/sync_s": MetricInfo(_PHASE.format("other collectives")),
-    "time/optimizer_s": MetricInfo(_PHASE.format("optimizer")),
     "memory/peak_gib": MetricInfo(
         "Largest memory of a worker so far.",
         "max",
