@@ -446,7 +446,7 @@ def evaluate(
         folder = to_path(_folder(run))
         other = None if data is None else str(data)
         saved = evaluate_export.load_run_config(folder).evaluate.outside_run(other)
-        [metrics] = evaluate_export.evaluate_model(
+        return evaluate_export.evaluate_model(
             folder,
             other,
             split=split,
@@ -456,11 +456,10 @@ def evaluate(
             settings=EvalSettings.model_validate(dict(saved) | settings),
             where=where,
             captions=captions,
-            shares=[interpolate],
+            interpolate=interpolate,
             workers=workers,
             accelerator=accelerator,
         )
-    return metrics
 
 
 def evaluate_weights(
@@ -513,7 +512,7 @@ def evaluate_weights(
             evaluate=config.evaluate.replace(**settings),
             run=config.run.replace(storage=storage or config.run.storage),
         )
-        [metrics] = evaluate_export.evaluate_model(
+        return evaluate_export.evaluate_model(
             config,
             str(data),
             split,
@@ -525,7 +524,6 @@ def evaluate_weights(
             workers=workers,
             accelerator=accelerator,
         )
-    return metrics
 
 
 def export(

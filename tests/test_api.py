@@ -66,7 +66,7 @@ def calls(monkeypatch, tmp_path):
     keep("training.driver.train", outcome)
     # The command reads a row of the set that it has prepared.
     keep("data.prepare.pipeline.prepare", make_set(tmp_path / "out", [row(0)]).manifest)
-    keep("training.evaluate_export.evaluate_model", [{"loss": 1.0}])
+    keep("training.evaluate_export.evaluate_model", {"loss": 1.0})
     keep("training.evaluate_export.export_model", tmp_path)
     return received
 

@@ -13,7 +13,6 @@ from tyro.conf import arg, subcommand
 from mmray.cli import COMMANDS
 from mmray.cli.args import REGISTRY, STYLE, Command
 from mmray.cli.bench import BENCHES
-from mmray.cli.doctor import DoctorCommand
 from mmray.cli.evaluate import evaluate_run
 from mmray.cli.export import export_run
 from mmray.cli.submit import submit_words
@@ -38,7 +37,6 @@ def parsers() -> dict[str, Any]:
     return {
         "train": _train,
         "tune": tune_recipe.parameters(settings=SAMPLE),
-        "doctor": DoctorCommand,
         "bench": reduce(or_, benches),
         **{each.__name__: each.parameters() for each in listed},
     }

@@ -8,20 +8,16 @@ from typing import Annotated, Any
 from tyro.conf import arg
 
 from mmray import api
-from mmray.cli.args import JsonFile, RunPath, command, flag_values, write_json
+from mmray.cli.args import JsonFile, command, flag_values, write_json
 from mmray.config import Config, EvalSettings
 from mmray.config.model import AnyModel
 from mmray.console.reporter import ConsoleReporter
-from mmray.console.tables import interpolation_table, scores_tables
+from mmray.console.tables import scores_tables
 from mmray.errors import UsageError, require_positive
 
 SETTINGS_HELP = (
     "Metrics to compute; the default of each setting is the run's value, of `limit` only for the "
     "run's held-out rows."
-)
-SHARES_HELP = (
-    "Factors of the trained weights, such as 0,0.25,0.5,0.75,1; the weights that the run started "
-    "with have 1 minus the factor (WiSE-FT). None: the trained weights."
 )
 Settings = Annotated[EvalSettings, arg(help=SETTINGS_HELP)]
 DEFAULTS = EvalSettings()
@@ -67,62 +63,16 @@ def parse_evaluate(argv: Sequence[str]) -> dict[str, Any]:
     return arguments
 
 
-def parse_shares(text: str) -> list[float]:
-    """Parse the value of `--interpolate`, the factors of the trained weights.
-
-    Args:
-        text: Numbers separated by commas, such as `0,0.5,1`.
-
-    Returns:
-        The numbers in the given order, which may be outside of 0 to 1.
-
-    Raises:
-        UsageError: A part is no number, or is given twice.
-    """
-    try:
-        shares = [float(part) for part in text.split(",")]
-    except ValueError:
-        shares = []
-    if not shares or len(set(shares)) < len(shares):
-        raise UsageError(
-            f"--interpolate {text}: write factors from 0 (the start) to 1 (the end), each once, "
-            "such as 0,0.25,0.5,0.75,1"
-        )
-    return shares
-
-
 @command(api.evaluate)
 def evaluate_run(
     console: ConsoleReporter,
     *,
-    run: RunPath,
-    data: str | None = None,
-    interpolate: Annotated[str | None, arg(help=SHARES_HELP)] = None,
     evaluate: Settings = DEFAULTS,
     json: JsonFile = None,
     **arguments: Any,
 ) -> None:
-    """Evaluate a run, or several interpolations of its weights; print the metrics."""
-    shares = [1.0] if interpolate is None else parse_shares(interpolate)
-    from mmray.storage.paths import to_path
-    from mmray.training.evaluate_export import evaluate_model
-
-    with console.show_progress("evaluating"):
-        results = evaluate_model(
-            to_path(run),
-            data,
-            reporter=console,
-            settings=evaluate,
-            shares=shares,
-            **arguments,
-        )
-    if interpolate is None:
-        _show(results[0], json, console)
-        return
-    by_share = dict(zip(shares, results, strict=True))
-    console.print(interpolation_table(by_share))
-    rows = [{"share": share, "metrics": metrics} for share, metrics in by_share.items()]
-    write_json(json, {"interpolate": rows})
+    """Evaluate a run; print the metrics."""
+    _show(api.evaluate(**arguments, reporter=console, **dict(evaluate)), json, console)
 
 
 def _show(metrics: dict[str, float], json_file: str | None, console: ConsoleReporter) -> None:

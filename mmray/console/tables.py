@@ -10,12 +10,10 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from mmray.evaluation import ROWS_IN_SET, main_scores
 from mmray.report.run import (
     format_compact,
     non_retrieval_metrics,
     recall_rows,
-    scores_by_set,
 )
 
 MIN_WIDTH = 12  # characters of a text column in a narrow terminal
@@ -43,29 +41,6 @@ def scores_tables(metrics: Mapping[str, float | None]) -> list[Table]:
         return [others]
     columns = {name: (name, ">" if name else "") for name in rows[0]}
     return [rows_table(rows, columns), others]
-
-
-def interpolation_table(by_share: Mapping[float, Mapping[str, float]]) -> Table:
-    """Return the trade-off between the sets of evaluations of interpolated weights.
-
-    Args:
-        by_share: metrics by name for each share of the trained weights, at least one; those of a
-            set with a name as `NAME/METRIC`.
-
-    Returns:
-        A table with a line per share, and per set a column of each of its main metrics, such as
-        recall@1 of each direction, zero-shot top 1, exact match and perplexity.
-    """
-    rows = []
-    for share, metrics in by_share.items():
-        cells = {"share": f"{share:g}"}
-        for name, of_set in scores_by_set(metrics).items():
-            cells |= {f"{name} {title}".strip(): text for title, text in main_scores(of_set)}
-            if (in_set := of_set.get(ROWS_IN_SET)) is not None:
-                rows_of = f"{of_set.get('rows', 0):,.0f} of {in_set:,.0f}"
-                cells[f"{name} rows (evaluate.limit)".strip()] = rows_of
-        rows.append(cells)
-    return text_table(rows)
 
 
 def text_table(rows: Sequence[Mapping[str, str]]) -> Table:

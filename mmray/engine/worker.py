@@ -65,7 +65,6 @@ from mmray.engine.precision import seed_everything
 from mmray.engine.prefetch import register_pinned
 from mmray.engine.run_state import CheckpointState, DestinationFn, LoadCheckpointFn, TrainSpec
 from mmray.engine.worker_context import (
-    DataBoundHint,
     DriverHandle,
     ProgressReporter,
     WorkerContext,
@@ -147,7 +146,7 @@ def train_worker(
         evaluate=_evaluate_fn(context, group, objective, plan.global_batch_size, driver, log),
         evaluate_every=config.evaluate.every,
         log=log,
-        callbacks=_callbacks(context, rank0_checkpoints, device, driver),
+        callbacks=_callbacks(context, rank0_checkpoints, driver),
         stop=driver.stop_requested,
         interrupt_stream=getattr(blocks, "interrupt", lambda: None),
         group_by_length=config.batch.group_by_length,
@@ -281,7 +280,6 @@ def _frozen_base(
 def _callbacks(
     context: WorkerContext,
     rank0_checkpoints: CheckpointManager | None,
-    device: torch.device,
     driver: DriverHandle,
 ) -> tuple[Any, ...]:
     """Return the callbacks of the loop: the user's, the heartbeat and, on rank 0, reports."""
@@ -290,8 +288,6 @@ def _callbacks(
     callbacks.append(driver.heartbeat)
     if rank0_checkpoints is not None:
         callbacks.append(ProgressReporter(driver.report, rank0_checkpoints))
-        device_name = "GPU" if device.type == "cuda" else "CPU"
-        callbacks.append(DataBoundHint(context.decode_actors, driver.notify, device_name))
     return tuple(callbacks)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from mmray.data.store.prepared_set import PreparedSet
@@ -17,12 +16,9 @@ if TYPE_CHECKING:
     from mmray.engine.batch import BatchShape
     from mmray.engine.checkpoint.manager import CheckpointManager
     from mmray.engine.heartbeat import Heartbeat
-    from mmray.engine.metrics.writers import Metrics
 
 
 Report = Callable[[dict[str, Any]], Any]
-INPUT_BOUND_FRACTION = 0.15  # share of the time; below it, more decode actors hardly help
-HINT_EVERY_STEPS = 100  # steps between two hints
 TRAINING = "training"  # the stage that follows the first step
 
 
@@ -90,63 +86,6 @@ class DriverHandle:
             title: Any text; here `evaluating` or `saving the last checkpoint`.
         """
         self.report({"phase": title})
-
-
-@dataclass
-class DataBoundHint:
-    """Callback that suggests how many decode actors the run needs, at most every 100 steps.
-
-    The hint appears if training waits for data.
-
-    Args:
-        decode_actors: Number of decode actors of the run; None: it follows the demand.
-        notify: Called with (label, hint), where the label `throughput` is the word to print before
-            the hint.
-        device: What waits for the data, for the hint: `GPU` or `CPU`.
-    """
-
-    decode_actors: int | None
-    notify: Callable[[str, str], None]
-    device: str
-    _next: int = HINT_EVERY_STEPS
-    _wait_fractions: tuple[float, ...] = ()
-
-    def on_step(self, step: int, metrics: Metrics | None) -> None:
-        """Collect how long training waits for data, and report a hint if it is 15 % of the time or
-        more.
-
-        Args:
-            step: Number of the step, counted from 1.
-            metrics: The logged line, of which `time/data_wait_share` (0 to 1) is read; None if the
-                step was not logged.
-        """
-        if metrics is not None and "time/data_wait_share" in metrics:
-            self._wait_fractions += (metrics["time/data_wait_share"],)
-        if step >= self._next and self._wait_fractions:
-            fraction = sum(self._wait_fractions) / len(self._wait_fractions)
-            if fraction >= INPUT_BOUND_FRACTION:
-                self.notify("throughput", self.format_hint(fraction))
-            self._next = step + HINT_EVERY_STEPS
-            self._wait_fractions = ()
-
-    def format_hint(self, wait_fraction: float) -> str:
-        """Return a hint for the user: how many decode actors would keep the device busy.
-
-        With w of them, rows arrive at (1 - wait) of the rate that training could use, so
-        w / (1 - wait) actors suffice.
-
-        Args:
-            wait_fraction: Fraction of the time that training waits for data, 0 to 1.
-        """
-        actors = self.decode_actors
-        advice = "more CPUs for decode actors"
-        if actors is not None:
-            more = max(1, ceil(actors * wait_fraction / max(0.01, 1 - wait_fraction)))
-            advice = f"{more} more decode actors (--data.workers {actors + more})"
-        return (
-            f"data-bound, waits {wait_fraction:.0%} of the time: {advice} would feed this "
-            f"{self.device}"
-        )
 
 
 @dataclass

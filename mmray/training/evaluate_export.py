@@ -5,7 +5,7 @@ Workers evaluate, so the driver needs no GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -57,7 +57,7 @@ from mmray.training.run_dir import (
 
 # A step, the checkpoint with the best metric (`best_metric`), or (None) the newest valid one.
 Step = int | Literal["best"] | None
-Scores = list[dict[str, float]]  # for each share of the weights, metrics by name
+Scores = dict[str, float]  # metrics by name
 
 
 def load_run_config(folder: AnyPath) -> Config:
@@ -260,7 +260,7 @@ def evaluate_model(
     settings: EvalSettings | None = None,
     where: str | None = None,
     captions: str | None = None,
-    shares: Sequence[float] = (1.0,),
+    interpolate: float = 1.0,
     **cluster: Any,
 ) -> Scores:
     """Evaluate a checkpoint of a run, or pretrained weights.
@@ -273,13 +273,13 @@ def evaluate_model(
         settings: Settings of the evaluation; None: those of the run or the config.
         where: None: `data.eval_where` of the run, or all rows if `data` is given.
         captions: None: `data.eval_captions` of the run, or the first column if `data` is given.
-        shares: Shares of the checkpoint's weights to evaluate, 0 to 1; the rest is of
-            `model.weights`, from which the run started.
+        interpolate: Share of the checkpoint's weights, 0 to 1; the rest is of `model.weights`, from
+            which the run started.
         cluster: Settings of the `cluster` section, such as `workers`; None keeps the run's value.
 
     Returns:
-        For each share the metrics by name that the evaluator's `score` returns. With several sets
-        each name starts with that of its set, such as `flickr/rows`.
+        The metrics by name that the evaluator's `score` returns. With several sets each name starts
+        with that of its set, such as `flickr/rows`.
 
     Raises:
         MmrayError: There is no such checkpoint or set, the model cannot be evaluated as configured,
@@ -287,9 +287,8 @@ def evaluate_model(
     """
     config, tokenizer_json, checkpoint = open_model(source, step, reporter.log)
     folder = to_path(config.run.storage) if isinstance(source, Config) else source
-    for share in shares:
-        if share != 1:
-            _check_interpolation(config.model, share)
+    if interpolate != 1:
+        _check_interpolation(config.model, interpolate)
     if settings is not None:
         config = config.replace(evaluate=config.evaluate.replace(**dict(settings)))
     selection = {"eval_where": where, "eval_captions": captions}
@@ -301,7 +300,7 @@ def evaluate_model(
     if "workers" not in changes and not needs_ray(config.with_cluster(workers=1).cluster):
         # On one machine the workers of a training cluster would only share its devices.
         config = config.with_cluster(workers=max(1, min(config.cluster.max_workers, count_gpus())))
-    return _evaluate(config, folder, checkpoint, tokenizer_json, data, split, reporter, shares)
+    return _evaluate(config, folder, checkpoint, tokenizer_json, data, split, reporter, interpolate)
 
 
 def _evaluate(
@@ -312,7 +311,7 @@ def _evaluate(
     data: str | None,
     split: str | None,
     reporter: RunReporter,
-    shares: Sequence[float],
+    share: float,
 ) -> Scores:
     split = split or (config.data.eval_split if data is None else "test")
     if data is not None:
@@ -322,7 +321,7 @@ def _evaluate(
         raise UsageError("\n".join(reasons))
     # one device per worker, also of `branches`
     config = config.replace(train=config.train.replace(parallel="single"))
-    loads = [partial(_load_interpolated, config, checkpoint, share) for share in shares]
+    load = partial(_load_interpolated, config, checkpoint, share)
     on_ray = needs_ray(config.cluster)
     with ray_session(config.cluster, log=reporter.log) if on_ray else nullcontext():
         if on_ray:
@@ -341,18 +340,18 @@ def _evaluate(
         for text in describe_code_names(config, held_out):
             reporter.log(text, "warning")
         totals = {
-            "rows": len(shares) * num_evaluated_rows(config, held_out),
-            "prompts": len(shares) * num_zero_shot_prompts(config, held_out),
+            "rows": num_evaluated_rows(config, held_out),
+            "prompts": num_zero_shot_prompts(config, held_out),
         }
         model: Any = config.model
         names = ", ".join(str(each.folder) for each in held_out.values())
-        part = f"{', '.join(f'{share:g}' for share in shares)} x " if [*shares] != [1] else ""
+        part = f"{share:g} x " if share != 1 else ""
         of_weights = f"{part}{checkpoint or model.weights}"
         without_answers = config.replace(evaluate=config.evaluate.replace(num_generations=0))
         num_rows = num_evaluated_rows(without_answers, held_out)
         reporter.log(f"{of_weights} on {num_rows:,} rows of {names}", "evaluate")
         on_message = _show_progress(totals, reporter)
-        score = partial(_score, tokenizer_json=tokenizer_json, held_out=held_out, loads=loads)
+        score = partial(_score, tokenizer_json=tokenizer_json, held_out=held_out, load=load)
         if on_ray:
             return _score_on_ray(config, score, to_path(folder), reporter, on_message)
         config = resolve_on_this_machine(config)
@@ -515,20 +514,15 @@ def _score(
     report: Callable[[dict[str, int]], Any],
     tokenizer_json: str,
     held_out: dict[str, PreparedSet],
-    loads: Sequence[Callable[[], nn.Module]],
+    load: Callable[[], nn.Module],
 ) -> Scores:
-    """The metrics of each model."""
     evaluator = build_evaluator(
         config, held_out, tokenizer_json, lambda unit, number: report({unit: number})
     )
     objective = objectives.build(config.objective)
     loss_batch_size = config.batch.global_  # as in training, because the loss depends on it
     assert loss_batch_size is not None, "resolved when the run started"
-    metrics = []
-    for load in loads:
-        model = load()
-        check_evaluable(config, model)
-        with precision.select_precision(config.train.precision, group.device).autocast():
-            scores = evaluator.score(model.to(group.device), group, objective, loss_batch_size)
-        metrics.append(dict(scores))
-    return metrics
+    model = load()
+    check_evaluable(config, model)
+    with precision.select_precision(config.train.precision, group.device).autocast():
+        return dict(evaluator.score(model.to(group.device), group, objective, loss_batch_size))

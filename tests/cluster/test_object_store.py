@@ -96,7 +96,7 @@ def test_run_on_object_store_resumes_after_kill_stop_and_failing_load(calm, data
     assert len([file for file in Path(cache).iterdir() if file.is_file()]) >= 50 // 8 + 20 // 8
     copy = copied(outcome.path, tmp_path / "copy")
     assert marks(copy) == marks(calm.path) and same_weights(weights(copy), weights(calm.path))
-    [scores] = evaluate_model(outcome.path, None, "test", None, None, reporter)
+    scores = evaluate_model(outcome.path, None, "test", None, None, reporter)
     assert ("prepare", "evaluate") in reporter.notes
     told = {
         name: outcome.result["metrics"][name]

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmray.config import Config, Data, Evaluate, Inputs, Towers, TwoTower
-from mmray.console.tables import interpolation_table
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.region_labels import match_classes
 from mmray.data.text.tokenizer import TextEncoder
@@ -554,9 +553,6 @@ def test_limited_evaluation_states_the_rows_of_its_set(tmp_path: Path) -> None:
     assert "classes/rows_in_set" not in metrics
     shown = dict(non_retrieval_metrics(metrics))
     assert shown["pairs, rows"] == "8" and shown["pairs, rows in set (evaluate.limit)"] == "9"
-    table = interpolation_table({0.5: metrics})
-    [cells] = [[*column.cells] for column in table.columns if "evaluate.limit" in column.header]
-    assert str(cells[0]) == "8 of 9"
 
 
 def test_zero_shot_of_a_set_without_classes_is_refused(tmp_path: Path) -> None:

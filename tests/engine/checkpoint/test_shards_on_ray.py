@@ -31,7 +31,7 @@ def test_sharded_run_survives_kill_and_resumes_as_replicas(local_ray, tmp_path):
     assert ours.keys() == theirs.keys() and all(
         torch.equal(ours[name], theirs[name]) for name in ours
     )
-    [scores] = evaluate_model(calm.path, None, None, None, None, Silent())
+    scores = evaluate_model(calm.path, None, None, None, None, Silent())
     assert (
         scores["recall_at_1/image_to_text"] == calm.result["metrics"]["recall_at_1/image_to_text"]
     )
