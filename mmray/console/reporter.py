@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Column
 from rich.text import Text
 
-from mmray.console.sweep import format_progress, live_table, trial_line
+from mmray.console.sweep import trial_line
 from mmray.engine.metrics.table import METRICS
 from mmray.evaluation import main_scores
 from mmray.machine import torchrun_rank
@@ -26,23 +26,9 @@ from mmray.sweep_files import TrialRow
 
 if TYPE_CHECKING:
     from mmray.data.prepare.pipeline import PrepareProgress
-    from mmray.tuning.sweep import SweepProgress
 
 LOG_INTERVAL_S = 5.0  # time between two progress lines of a log
 LOG_WIDTH = 200
-# Rows of the live table of trials, and lines of the terminal for everything else.
-MIN_LIVE_ROWS = 5
-LIVE_MARGIN = 12
-
-
-class _Display(Progress):
-    """A progress bar, and renderables above it that change."""
-
-    above: tuple[RenderableType, ...] = ()
-
-    def get_renderables(self) -> Iterator[RenderableType]:
-        yield from self.above
-        yield from super().get_renderables()
 
 
 class ConsoleReporter:
@@ -76,7 +62,7 @@ class ConsoleReporter:
             self.is_live = self.console.is_terminal and not self.console.is_dumb_terminal
             if console is None and not self.console.is_terminal:
                 self.console.width = LOG_WIDTH  # tables in a log cannot be resized later
-        self._display: _Display | None = None
+        self._display: Progress | None = None
         self._task: Any = None
         self._printed_s = 0.0
         self._first_step: tuple[float, int] | None = None  # (seconds, step) of the first line
@@ -131,7 +117,7 @@ class ConsoleReporter:
             TextColumn("{task.fields[details]}", style="cyan", table_column=Column()),
             TimeElapsedColumn(),
         ]
-        with _Display(*columns, console=self.console, transient=True) as display:
+        with Progress(*columns, console=self.console, transient=True) as display:
             self._display = display
             self._start_bar(title)
             try:
@@ -238,25 +224,7 @@ class ConsoleReporter:
             row: settings, status and measurements of the trial, a row of trials.jsonl.
             num_rungs: number of rungs of the sweep.
         """
-        if not self.is_live or row.status in ("failed", "out_of_memory", "infeasible"):
-            self.log(trial_line(row, num_rungs), row.trial)
-
-    def trials(
-        self, rows: Sequence[TrialRow], goal: str, num_rungs: int, progress: SweepProgress
-    ) -> None:
-        """Redraw the live table of all trials above the bar; without effect if there is no bar.
-
-        Args:
-            rows: settings, status and measurements of each trial, the rows of trials.jsonl.
-            goal: `throughput`, `loss` or `recall`.
-            num_rungs: number of rungs of the sweep.
-            progress: a SweepProgress: `elapsed_s`, `left_s` (None: unknown) and `budget_spent`
-                (fraction; None: no budget).
-        """
-        if self._display is not None:
-            limit = max(MIN_LIVE_ROWS, self.console.height - LIVE_MARGIN)
-            table = live_table(rows, num_rungs, goal, limit)
-            self._display.above = (table, Text(format_progress(progress)))
+        self.log(trial_line(row, num_rungs), row.trial)
 
     def _start_bar(self, title: str) -> None:
         assert self._display is not None

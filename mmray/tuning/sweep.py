@@ -7,7 +7,6 @@ STORAGE/NAME/ recipe.yaml (base of all trials) sweep.json trials.jsonl (one row 
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from mmray.config import Config, from_yaml
+from mmray.data.prepare.pipeline import PrepareProgress
 from mmray.errors import ForceExit, UsageError
 from mmray.report.run import read_lines
 from mmray.storage import lease
@@ -39,7 +39,6 @@ RESUMABLE_CHANGES = (
 )
 # While this file exists in the folder of a sweep, its running trials stop at a checkpoint.
 STOP_FILE = "stop"
-TABLE_INTERVAL_S = 1.0
 # So much time of a killed command may not count for the budget.
 SAVE_INTERVAL_S = 10.0
 
@@ -118,42 +117,17 @@ def _compare_sweep(
     return changes, before["status"] == "finished" and not restart
 
 
-@dataclass(frozen=True)
-class SweepProgress:
-    """Time of a sweep, for its live table.
-
-    Attributes:
-        elapsed_s: Seconds of all commands.
-        left_s: Seconds to the end, from the samples per second of this command; None: unknown.
-        budget_spent: Spent fraction of the budget, 1 or more if nothing is left; None: no budget.
-    """
-
-    elapsed_s: float
-    left_s: float | None
-    budget_spent: float | None
-
-
 class SweepReporter(RunReporter, Protocol):
     """Receives the progress of data preparation, then of the trials.
 
-    A class implements the methods of RunReporter, and `trial(row, num_rungs)` and `trials(rows,
-    goal, num_rungs, progress)`, which get rows of trials.jsonl.
+    A class implements the methods of RunReporter, and `trial(row, num_rungs)`, which gets a row of
+    trials.jsonl.
     """
 
     def trial(self, row: TrialRow, num_rungs: int) -> None:
         """Receive the row of a trial that reached a rung or ended.
 
         Args:
-            num_rungs: Number of rungs of the sweep.
-        """
-
-    def trials(
-        self, rows: Sequence[TrialRow], goal: str, num_rungs: int, progress: SweepProgress
-    ) -> None:
-        """Receive the rows of all trials, once a second.
-
-        Args:
-            goal: `throughput`, `loss` or `recall`.
             num_rungs: Number of rungs of the sweep.
         """
 
@@ -198,7 +172,6 @@ class SweepState:
         self._start_s = clock()
         self._earlier_s = folder.read_json(SWEEP).get("elapsed_s", 0.0)
         self._stop_s = 0.0
-        self._table_s = -math.inf
         self._save_s = clock()
         # Trials of this command that run: until when the time of their workers is in their rows,
         # or None if they wait for workers.
@@ -209,7 +182,6 @@ class SweepState:
             if row.status == "running":
                 # The earlier command was killed.
                 self.rows[name] = replace(row, status="stopped")
-        self._earlier_samples = self._num_samples()
 
     @property
     def elapsed_s(self) -> float:
@@ -240,18 +212,6 @@ class SweepState:
         without a budget.
         """
         return self.plan.request.budget.fraction_spent(self.elapsed_s, self.gpu_seconds)
-
-    def progress(self) -> SweepProgress:
-        """Return the time of the sweep so far; `left_s` is unknown until a trial has reached a rung
-        in this command.
-        """
-        samples = self._num_samples()
-        planned = planned_samples(self.plan.request.space.num_trials, self.plan.rungs)
-        left = max(0, planned - samples)
-        trained = samples - self._earlier_samples
-        command_s = self.clock() - self._start_s
-        left_s = left * command_s / trained if trained else None
-        return SweepProgress(self.elapsed_s, left_s, self.budget_spent())
 
     def _num_samples(self) -> int:
         """Return the samples of all reached rungs."""
@@ -319,6 +279,10 @@ class SweepState:
         rung = Rung(samples, value, row.elapsed_s)
         self.rows[name] = replace(row, rungs=(*row.rungs, rung))
         self._update(name, TrialOutcome("running"))
+        planned = planned_samples(self.plan.request.space.num_trials, self.plan.rungs)
+        self.reporter.prepare_progress(
+            PrepareProgress("tune", self._num_samples(), planned, unit="samples")
+        )
         if samples < self.plan.rungs[-1]:  # otherwise `end` reports it
             self.reporter.trial(self.rows[name], len(self.plan.rungs))
 
@@ -386,17 +350,11 @@ class SweepState:
         self.folder.write_json(SWEEP, self._summary)
 
     def poll(self) -> None:
-        """Update the table of trials, save the rows and the time, and stop if the budget is spent.
+        """Save the rows and the time, and stop if the budget is spent.
 
         Call it several times a second.
         """
         now_s = self.clock()
-        if now_s >= self._table_s + TABLE_INTERVAL_S:
-            self._table_s = now_s
-            rows = list(self.rows.values())
-            self.reporter.trials(
-                rows, self.plan.request.goal, len(self.plan.rungs), self.progress()
-            )
         if now_s >= self._save_s + SAVE_INTERVAL_S:
             self._save_s = now_s
             self._add_running_time()

@@ -7,6 +7,7 @@ import pytest
 
 from mmray.config import recipes, to_yaml
 from mmray.config.search_space import Space
+from mmray.data.prepare.pipeline import PrepareProgress
 from mmray.errors import ForceExit, TrainingError, UsageError
 from mmray.sweep_files import Rung, TrialRow
 from mmray.training.monitor import signal_handlers
@@ -14,7 +15,7 @@ from mmray.tuning import ray_tune, search
 from mmray.tuning.request import Budget, SweepRequest
 from mmray.tuning.results import TrialOutcome, recommend_trial
 from mmray.tuning.rungs import select_promoted
-from mmray.tuning.sweep import STOP_FILE, SweepProgress, SweepState, resolve_sweep_dir
+from mmray.tuning.sweep import STOP_FILE, SweepState, resolve_sweep_dir
 from mmray.tuning.trials import SweepPlan, TrialResources
 from tests.spaces import parse_space
 from tests.training.runs import Silent
@@ -69,7 +70,7 @@ class Reporter(Silent):
         super().__init__()
         self.rows, self.last_progress = [], None
 
-    def trials(self, rows, goal, num_rungs, progress):
+    def prepare_progress(self, progress):
         self.last_progress = progress
 
     def trial(self, row, num_rungs):
@@ -245,16 +246,13 @@ def test_waiting_for_workers_takes_no_gpu_hours(begin):
     assert state.rows[name].elapsed_s == 40
 
 
-def test_time_left_follows_the_samples_and_the_budget(begin):
-    state = begin(budget=Budget(gpu_seconds=100))
+def test_progress_counts_the_samples_of_the_planned_rungs(begin):
+    state = begin()
     start(state, name := state.add({"optimizer.lr": 1e-3}))
-    pass_time(state, 20)
-    poll(state)
-    assert state.reporter.last_progress == SweepProgress(20, None, 0.2)
     state.reach(name, 100, 2.0)
-    # 7 trials train to 100 samples, 2 of them to 1600: 3700 samples; the first 100 took 20 s.
-    assert state.progress() == SweepProgress(20, 720, 0.2)
-    assert begin(budget=Budget(seconds=40)).progress().budget_spent == 0.5
+    # 7 trials train to 100 samples, 2 of them to 1600.
+    assert state.reporter.last_progress == PrepareProgress("tune", 100, 3700, unit="samples")
+    assert begin(budget=Budget(seconds=40)).budget_spent() == 0.0
 
 
 @pytest.fixture
