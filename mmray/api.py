@@ -339,10 +339,10 @@ def show(
     root: UseAppendAction[Sequence[str]] = (),
     reporter: RunReporter | None = None,
 ) -> SetRecord:
-    """Write an HTML page about a prepared set: random rows, histograms, repeats and quarantine.
+    """Write an HTML page about a prepared set: random rows, histograms and quarantine.
 
-    At most 10,000 rows (512 MiB of shards) are read for histograms and repeats; the page states on
-    how many rows they are based.
+    At most 10,000 rows (512 MiB of shards) are read for histograms; the page states on how many
+    rows they are based.
 
     Args:
         prepared: folder of the set, or its address.
@@ -359,8 +359,7 @@ def show(
     Returns:
         A SetRecord: `page` (path of the HTML file), `table` (the random rows as dicts with `key`,
         `media`, `tokens` and `text`), `rows` (the same rows with images), `statistics` (such as
-        `widths` and `token_counts`), `repeats` (groups of rows with the same image, audio or video:
-        dicts with `count` and `keys`) and `quarantine` (`num_rows`, `reasons` and examples).
+        `widths` and `token_counts`) and `quarantine` (`num_rows`, `reasons` and examples).
 
     Raises:
         UsageError: an argument is invalid, or the page cannot be written.

@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle, pairwise
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mmray.engine.metrics.table import EVALUATE, LOSS_CHART, METRICS, is_own
 from mmray.evaluation import DIRECTIONS
-from mmray.report.run import RunRecord, format_setting, scores_by_set
+from mmray.report.run import RunRecord, scores_by_set
 from mmray.report.sweep import SweepRecord
 from mmray.sweep_files import TrialRow
 
@@ -32,8 +32,6 @@ FEW_POINTS = 25
 NUM_BARS = 40  # most bars of a histogram
 PERCENT = {"range": [0, 1.03], "tickformat": ".0%"}
 _UNITS = {"_per_s": "", "_s": " s", "_gib": " GiB"}  # of an axis, by the end of a metric's name
-# Ratios of width to height that have a tick.
-RATIOS = ((1, 8), (1, 4), (1, 2), (3, 4), (1, 1), (4, 3), (2, 1), (4, 1), (8, 1))
 
 Trace = dict[str, Any]  # of Plotly
 
@@ -97,7 +95,7 @@ def _curve(name: str, color: str, width: int = 2, dash: str = "solid", **options
 
 
 def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
-    """Return the charts of a run by section: `learning`, `recall`, `speed` and `start`.
+    """Return the charts of a run by section: `learning`, `recall` and `speed`.
 
     Charts of metrics that were not logged are omitted.
     """
@@ -107,7 +105,6 @@ def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
         "learning": [],
         "recall": [],
         "speed": [],
-        "start": _start_timeline(run),
     }
     for title, curves in _metric_curves(run, prefixes).items():
         first = next(iter(curves))
@@ -200,52 +197,10 @@ def _step_chart(
     return [make_figure(name, title, "; ".join(ranges), traces, xaxis, yaxis, height)]
 
 
-def _start_timeline(run: RunRecord) -> list[Figure]:
-    """Return a chart of the stages between the command and its first step, if any were recorded."""
-    stages = next(iter(run.result.get("starts") or [[]]))
-    durations_s = [after["at_s"] - stage["at_s"] for stage, after in pairwise(stages)]
-    if not durations_s:
-        return []
-    names = [stage["stage"] for stage in stages[:-1]]
-    end_s = stages[-1]["at_s"]
-    bars = {
-        "type": "bar",
-        "y": names,
-        "x": durations_s,
-        "base": [stage["at_s"] for stage in stages[:-1]],
-        "orientation": "h",
-        "marker": {"color": BLUE},
-        "text": [f"{each:.1f} s" for each in durations_s],
-        "textposition": "outside",
-        "cliponaxis": False,
-        "hovertemplate": "%{y}: %{text}<extra></extra>",
-    }
-    longest_s = max(durations_s)
-    longest = f"longest: {names[durations_s.index(longest_s)]}, {longest_s:.1f} s"
-    figure = make_figure(
-        "start",
-        "From the command to the first step",
-        f"{end_s:.1f} s; {longest}",
-        [bars],
-        xaxis={"range": [0, 1.1 * end_s], "ticksuffix": " s"},
-        yaxis={"autorange": "reversed", "nticks": len(names), "showgrid": False},
-        height=90 + 24 * len(names),
-        wide=True,
-        hovermode="closest",
-    )
-    return [figure]
-
-
 def sweep_figures(sweep: SweepRecord) -> list[Figure]:
-    """Return the learning curves of the trials, or speed and memory of the batch shapes."""
-    if not sweep.is_throughput:
-        return _learning_curves(sweep)
-    speed = _shape_chart(sweep, "speed", "Samples per second", "samples_per_s")
-    return speed + _shape_chart(sweep, "memory", "Peak memory of a worker", "peak_gib", " GiB")
-
-
-def _learning_curves(sweep: SweepRecord) -> list[Figure]:
     """Return a chart of the held-out values of the trials over their samples, if there are any."""
+    if sweep.is_throughput:
+        return []
     best = sweep.best.trial if sweep.best else None
 
     def style(row: TrialRow) -> tuple[int, str, str]:
@@ -282,56 +237,14 @@ def _learning_curves(sweep: SweepRecord) -> list[Figure]:
     ]
 
 
-def _shape_chart(
-    sweep: SweepRecord, name: str, title: str, field: str, unit: str = ""
-) -> list[Figure]:
-    """Return a chart of a measurement of the batch shapes over the micro-batch, with a curve for
-    each global batch and other settings; empty if none was measured.
-    """
-    points: dict[str, dict[int, float]] = {}
-    for row in sweep.trials:
-        value = getattr(row, field)
-        if row.micro is not None and value is not None and row.error is None:
-            others = [f"{key} {format_setting(setting)}" for key, setting in row.settings.items()]
-            batch = [f"global batch {row.global_batch_size}", f"workers {row.workers}"]
-            points.setdefault(", ".join(batch + others), {})[row.micro] = value
-    if not points:
-        return []
-    traces = []
-    for (label, curve), color in zip(points.items(), cycle((BLUE, ORANGE, TEAL, ROSE))):
-        sizes = sorted(curve)
-        hover = "micro-batch %{x}: %{y:,.4~g}<extra>%{data.name}</extra>"
-        values = [curve[micro] for micro in sizes]
-        traces.append(_curve(label, color, x=sizes, y=values, hovertemplate=hover))
-    xaxis = {
-        "type": "log",
-        "tickvals": sorted({micro for curve in points.values() for micro in curve}),
-        "title": _axis_title("rows of a micro-batch"),
-    }
-    figure = make_figure(
-        f"shapes-{name}",
-        title,
-        f"{title} by micro-batch; the table of shapes has the values",
-        traces,
-        xaxis,
-        yaxis={"rangemode": "tozero", "ticksuffix": unit},
-        height=320,
-        hovermode="closest",
-    )
-    return [figure]
-
-
 def set_figures(statistics: SetStatistics) -> list[Figure]:
     """Return the histograms of a set; a property that no row has gets no chart."""
     sides = {"width": statistics.widths, "height": statistics.heights}
-    sizes = np.array([statistics.widths, statistics.heights], float)
-    ratios = {"width / height": np.log2(sizes[0] / sizes[1])}
     durations = {"duration": statistics.durations_s}
     lengths = {"length": statistics.text_lengths}
     tokens = {"length": statistics.token_counts}
     return [
         *_histogram("sizes", "image sizes", "pixels", sides),
-        *_histogram("ratios", "aspect ratios", "width : height", ratios, is_log2=True),
         *_histogram("durations", "durations of audio and video", "seconds", durations),
         *_histogram("lengths", "text lengths in characters", "characters", lengths),
         *_histogram("tokens", "text lengths in tokens", "tokens", tokens),
@@ -343,7 +256,6 @@ def _histogram(
     title: str,
     unit: str,
     values: Mapping[str, Sequence[float] | np.ndarray],
-    is_log2: bool = False,
 ) -> list[Figure]:
     """Return a histogram of one or two properties in the same bins; empty without values."""
     together = np.concatenate([np.asarray(each, float) for each in values.values()])
@@ -354,21 +266,12 @@ def _histogram(
     if (together == together.round()).all():  # no more bars than whole numbers
         num_bars = min(NUM_BARS, int(high - low) + 1)
     xaxis: dict[str, Any] = {"title": _axis_title(unit)}
-    if is_log2:
-        xaxis |= {
-            "tickvals": [float(np.log2(width / height)) for width, height in RATIOS],
-            "ticktext": [f"{width}:{height}" for width, height in RATIOS],
-            # Wide enough for a tick also if all images have one ratio.
-            "range": [low - 0.6, high + 0.6],
-        }
-        low, middle, high = 2.0 ** np.array([low, middle, high])
     traces = [
         {
             "type": "histogram",
             "x": np.asarray(each).round(3).tolist(),
             "name": label,
             "nbinsx": num_bars,
-            "xbins": {"size": 0.125} if is_log2 else {},
             "bingroup": name,
             "marker": {"color": color, "opacity": 0.6},
         }

@@ -4,7 +4,6 @@ and quarantined rows. Reading is bounded, whatever the size of the set.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
@@ -13,17 +12,16 @@ from typing import Any
 import numpy as np
 
 from mmray.data.images.decode import BadImage
-from mmray.data.images.read import is_inside, locate_file, read_image
+from mmray.data.images.read import is_inside
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.media.excerpt import make_excerpt
 from mmray.data.messages import message_text, to_json
-from mmray.data.rows import BadRow, ImageRef
 from mmray.data.store.manifest import RECORD_BATCH_ROWS
 from mmray.data.store.mixture import ROW_ERRORS, read_each
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row
 from mmray.data.text.tokenizer import TextEncoder
-from mmray.errors import DataError, MmrayError, UsageError
+from mmray.errors import DataError, UsageError
 from mmray.report.summary import quarantine_summary
 from mmray.storage.paths import AnyPath, to_path
 
@@ -34,8 +32,6 @@ MAX_TOKENS = 1 << 20
 CLIP_S = 10.0  # longest excerpt of audio and video
 MAX_IMAGES = 8  # shown of a row
 MAX_CLIPS = 3  # shown of a row: one for each of its first texts
-MAX_REPEATS = 12  # shown groups of rows with the same image
-MAX_KEYS = 4  # named of a group
 MAX_CELL = 80  # characters of a text in a table
 MAX_VALUE = 200  # characters of the value of a column
 TABLE_COLUMNS = ("key", "media", "tokens", "text")
@@ -54,8 +50,6 @@ class SetStatistics:
         durations_s: Duration of each audio and video in seconds.
         text_lengths: Number of characters of each caption, or of all messages of a conversation.
         token_counts: Number of tokens of the same texts; empty without a tokenizer.
-        repeats: By SHA-256 of an image, audio or video the numbers of the rows that have it, at
-            least two; the largest group first.
     """
 
     num_rows: int = 0
@@ -65,7 +59,6 @@ class SetStatistics:
     durations_s: list[float] = field(default_factory=list)
     text_lengths: list[int] = field(default_factory=list)
     token_counts: list[int] = field(default_factory=list)
-    repeats: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -83,11 +76,9 @@ class SetRecord:
             `column`, and of audio or video `clip` or `clip_error`), and `turns` of a conversation
             ({role, parts}; None: no conversation).
         statistics: Properties of more rows.
-        repeats: The 12 largest groups of rows with the same image, audio or video: `count` of the
-            rows, `keys` of the first ones, `kind` of the medium and `image` (data URI or None).
         quarantine: Counts and examples of quarantined rows: `num_read`, `num_rows`, `reasons`
-            (pairs of reason and count), `shown` (examples as {reason, key, source, detail, image},
-            with a thumbnail or None as image), and the other keys of `quarantine_summary`.
+            (pairs of reason and count), `shown` (examples as {reason, key, source, detail}), and
+            the other keys of `quarantine_summary`.
         unread_folder: Folder of the source, if it has images that were not read because it is in
             none of the folders that the user named; otherwise "".
         page: The HTML file; None before it is written.
@@ -96,7 +87,6 @@ class SetRecord:
     prepared: PreparedSet
     rows: list[dict[str, Any]]
     statistics: SetStatistics
-    repeats: list[dict[str, Any]]
     quarantine: dict[str, Any]
     unread_folder: str = ""
     page: AnyPath | None = None
@@ -117,7 +107,7 @@ class SetRecord:
 
     @property
     def basis(self) -> str:
-        """A sentence: on how many rows the charts and repeats are based."""
+        """A sentence: on how many rows the charts are based."""
         total = self.prepared.num_rows
         read = self.statistics.num_rows
         if read == total:
@@ -145,17 +135,10 @@ class SetRecord:
         """Read a random sample of a set, and statistics of at most MAX_ROWS (10,000) rows.
 
         Args:
-            prepared: The set, or a split of it.
             num_rows: Number of rows of the sample, or all if the set has fewer.
-            seed: Seed of the choice of rows.
-            tokenizer_json: Content of a tokenizer.json, with which tokens are counted; None: they
-                are not counted.
+            tokenizer_json: None: tokens are not counted.
             roots: Folders whose images may be read if the set refers to them, because the set and
                 the folder that it names may be somebody else's.
-
-        Returns:
-            A SetRecord: `rows` (the sampled rows as dicts), `statistics` (widths, durations, text
-            lengths and so on), `repeats` and `quarantine`.
 
         Raises:
             DataError: A shard is damaged, or lacks columns such as scores.
@@ -171,37 +154,17 @@ class SetRecord:
             read = zip(row_numbers.tolist(), viewer.read(row_numbers), columns, strict=True)
             rows = [viewer.view(number, row, values) for number, row, values in read]
             statistics = read_statistics(prepared, statistics_rows(prepared, draw), encoder)
-            groups = list(statistics.repeats.items())[:MAX_REPEATS]
-            repeats = [viewer.view_repeat(digest, numbers) for digest, numbers in groups]
-            quarantine = quarantine_summary([prepared.folder])
-            locations = [row.pop("file") for row in quarantine["shown"]]
-            folder = _source_folder(prepared, "folder", roots)
-            for row, location in zip(quarantine["shown"], locations, strict=True):
-                data = None if folder is None else _read_quarantined(folder, location, roots)
-                row["image"] = None if data is None else decoder.thumbnail(data, damaged=True)
-        is_unread = viewer.has_unread or (folder is None and any(locations))
-        unread = str(prepared.manifest.source.get("folder")) if is_unread else ""
-        return cls(prepared, rows, statistics, repeats, quarantine, unread)
+        unread = str(prepared.manifest.source.get("folder")) if viewer.has_unread else ""
+        quarantine = quarantine_summary([prepared.folder])
+        return cls(prepared, rows, statistics, quarantine, unread)
 
 
-def _source_folder(prepared: PreparedSet, name: str, roots: Sequence[str]) -> AnyPath | None:
-    """Return the folder of the source of a set, its `folder` or `address` in the manifest, if it is
-    in one of `roots` or in the set; otherwise None.
-    """
+def _may_read_source(prepared: PreparedSet, roots: Sequence[str]) -> bool:
+    """Return whether the source of a set is in one of `roots` or in the set."""
     with suppress(UsageError, KeyError):
-        folder = to_path(prepared.manifest.source[name])
-        return folder if is_inside(folder, [prepared.folder, *map(to_path, roots)]) else None
-    return None
-
-
-def _read_quarantined(folder: AnyPath, location: Any, roots: Sequence[str]) -> bytes | None:
-    """Return an image of the source of a set by its `location`; None if it cannot be read."""
-    # The location is from a file of the set, which may be somebody else's.
-    with suppress(OSError, BadRow, MmrayError, TypeError, KeyError):
-        file = str(location["file"])
-        image = ImageRef(file, file, location["offset"], location["length"])
-        return read_image(folder, locate_file(folder, image, roots), roots)
-    return None
+        folder = to_path(prepared.manifest.source["address"])
+        return is_inside(folder, [prepared.folder, *map(to_path, roots)])
+    return False
 
 
 def statistics_rows(prepared: PreparedSet, draw: np.random.Generator) -> np.ndarray:
@@ -234,16 +197,11 @@ def read_statistics(
         rows: Row numbers int64 [N], sorted.
         encoder: Its `encode(texts)` counts tokens; None: they are not counted.
 
-    Returns:
-        A SetStatistics: `num_rows`, `widths` and `heights` (pixels), `durations_s`, `text_lengths`,
-        `token_counts`, `repeats` and `num_unsized`.
-
     Raises:
         DataError: A shard is damaged.
         OSError: The set cannot be read.
     """
     statistics = SetStatistics()
-    by_digest: dict[str, list[int]] = defaultdict(list)
     for start in range(0, len(rows), ROWS_PER_READ):
         numbers = rows[start : start + ROWS_PER_READ]
         try:
@@ -251,16 +209,12 @@ def read_statistics(
         except ValueError as error:
             raise DataError(f"{error}. Prepare the set again into another folder.") from None
         texts: list[str] = []
-        for number, row in zip(numbers.tolist(), read, strict=True):
+        for row in read:
             statistics.num_rows += 1
-            for digest in {media.sha256 for media in row.media if media.sha256}:
-                by_digest[digest].append(number)
             _add_media(statistics, row)
             texts += _texts_of(row)
         statistics.text_lengths += map(len, texts)
         statistics.token_counts += _count_tokens(encoder, texts)
-    groups = [group for group in by_digest.items() if len(group[1]) > 1]
-    statistics.repeats = dict(sorted(groups, key=lambda group: (-len(group[1]), group[1])))
     return statistics
 
 
@@ -321,7 +275,7 @@ class _RowViewer:
         self._prepared = prepared
         self._encoder = encoder
         self._decoder = decoder
-        self._reads_source = _source_folder(prepared, "address", roots) is not None
+        self._reads_source = _may_read_source(prepared, roots)
         self.has_unread = False
 
     def read(self, numbers: np.ndarray) -> list[Row | Exception]:
@@ -388,27 +342,6 @@ class _RowViewer:
             no_text = dict.fromkeys(("text", "tokens", "span", "column"))
             values["texts"].append(no_text | self._clip(row))
         return values
-
-    def view_repeat(self, digest: str, numbers: list[int]) -> dict[str, Any]:
-        """Return the values of a group of rows with the same image, audio or video.
-
-        Args:
-            digest: SHA-256 of its bytes.
-            numbers: Numbers of the rows.
-
-        Returns:
-            `count` of the rows, `keys` of the first ones, `kind` of the medium, and `image`, a
-            thumbnail as data URI or None.
-        """
-        keys = self._prepared.keys(np.array(numbers[:MAX_KEYS]))
-        [row] = self.read(np.array(numbers[:1]))
-        media = [] if isinstance(row, Exception) else row.media
-        same = next((each for each in media if each.sha256 == digest), None)
-        image = None
-        if same is not None and same.kind == "image":
-            image = self._decoder.thumbnail(same.data)
-        kind = "not readable" if same is None else same.kind
-        return {"count": len(numbers), "keys": keys, "kind": kind, "image": image}
 
     def _turns(self, row: Row, thumbnails: list[str | None]) -> list[dict[str, Any]]:
         """Return the messages of a conversation, with their other fields as texts; each media part

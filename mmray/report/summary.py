@@ -131,7 +131,7 @@ def quarantine_summary(
         reasons[reason] += is_of_run
         if len(examples[reason]) < MAX_EXAMPLES:
             row = {name: str(entry.get(name) or "") for name in ("key", "source", "detail")}
-            examples[reason].append(row | {"reason": reason, "file": entry.get("image")})
+            examples[reason].append(row | {"reason": reason})
     interleaved = zip_longest(*examples.values())  # one row of each reason in turn
     shown = [row for row in chain.from_iterable(interleaved) if row is not None][:MAX_EXAMPLES]
     num_read = 0

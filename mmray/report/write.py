@@ -111,19 +111,12 @@ def write_set_page(
     tokenizer_json: str | None = None,
     roots: Sequence[str] = (),
 ) -> SetRecord:
-    """Write a page about a prepared set: a sample of its rows, histograms, repeated images, and
-    quarantined rows.
+    """Write a page about a prepared set: a sample of its rows, histograms, and quarantined rows.
 
     Args:
         out: The HTML file; default: `show.html` in the folder of the set.
-        seed: Seed of the choice of rows.
-        tokenizer_json: Content of a tokenizer.json, with which tokens are counted; None: they are
-            not counted.
+        tokenizer_json: None: tokens are not counted.
         roots: Folders whose images may be read if the set refers to them.
-
-    Returns:
-        A SetRecord: `page` (path of the HTML file), `rows` (the sampled rows as dicts),
-        `statistics`, `repeats` and `quarantine`.
 
     Raises:
         UsageError: The file cannot be written.

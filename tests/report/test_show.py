@@ -1,4 +1,4 @@
-"""The page of a prepared set: rows, media with times, histograms, repeats, and quarantined rows."""
+"""The page of a prepared set: rows, media with times, histograms, and quarantined rows."""
 
 import base64
 import hashlib
@@ -66,14 +66,14 @@ def source(tmp_path, monkeypatch):
     return folder
 
 
-def test_page_has_rows_histograms_and_images_of_quarantined_rows(tmp_path, source):
+def test_page_has_rows_histograms_and_quarantined_rows(tmp_path, source):
     out = tmp_path / "set"
     settings = Prepare(max_bad_fraction=1.0, vocab_size=60, keep=("similarity", "source_url"))
     pipeline.prepare(str(source / "rows.jsonl"), str(out), settings)
-    shown = mmray.show(out, root=[str(source)])
+    shown = mmray.show(out)
     page = text_of(shown.page)
     assert shown.page == out / "show.html" and shown.page.stat().st_size < MAX_BYTES
-    assert plots(page) == ["sizes", "ratios", "lengths", "tokens"]
+    assert plots(page) == ["sizes", "lengths", "tokens"]
     assert page.count('class="card example sampled"') == len(shown.rows) == 6
     assert HOSTILE not in page and "&lt;script&gt;alert(1)" in page and "60 × 40" in page
     assert re.search(r"\d+ tokens", page) and "Based on all 6 rows." in page
@@ -82,16 +82,7 @@ def test_page_has_rows_histograms_and_images_of_quarantined_rows(tmp_path, sourc
     assert facts["row-1"]["similarity"] == "0.125" and facts["row-1"]["source_url"] == HOSTILE
     assert facts["row-4"]["similarity"] == "0.5" and "source_url" not in facts["row-4"]
     assert sorted(shown.statistics.widths) == [60, 60, 60, 80, 80, 80]
-    images = {each["reason"]: each["image"] for each in shown.quarantine["shown"]}
-    assert images["truncated"] and images["missing-image"] is None
-    # The upper half of the truncated image is there.
-    thumbnail = np.asarray(Image.open(io.BytesIO(decoded(images["truncated"]))).convert("RGB"))
-    assert thumbnail[: len(thumbnail) // 4].std() > 30 and thumbnail[-3:].std() < 10
-    unread = mmray.show(out, rows=2)
-    assert all(each["image"] is None for each in unread.quarantine["shown"])
-    assert f"not read; --root {source} shows them" in text_of(unread.page)
-    shutil.rmtree(source)
-    assert mmray.show(out, rows=2, root=[str(source)]).quarantine["shown"][0]["image"] is None
+    assert {"truncated", "missing-image"} <= {each["reason"] for each in shown.quarantine["shown"]}
     shutil.rmtree(out / "columns")
     with pytest.raises(DataError, match="columns"):
         mmray.show(out, rows=2)
@@ -99,7 +90,7 @@ def test_page_has_rows_histograms_and_images_of_quarantined_rows(tmp_path, sourc
 
 @pytest.mark.parametrize("root", [None, "elsewhere", "private"])
 def test_images_of_a_foreign_set_are_read_from_named_folders_only(tmp_path, root):
-    """Its manifest, shards and quarantine name a file of the user."""
+    """Its manifest and shards name a file of the user."""
     private, folder = tmp_path / "private", tmp_path / "set"
     private.mkdir()
     (tmp_path / "elsewhere").mkdir()
@@ -109,23 +100,16 @@ def test_images_of_a_foreign_set_are_read_from_named_folders_only(tmp_path, root
     rows = [row(0), Row("row-1", [Media("image", b"", reference)], ["text"], source="a:1")]
     make_set(folder, rows)
     (folder / "link").symlink_to(private)
-    files = [reference, reference | {"file": str(private / "passport.png")}]
-    files += [reference | {"root": str(private)}, reference | {"file": "link/passport.png"}]
-    lines = [
-        {"key": "k", "reason": str(number), "image": file} for number, file in enumerate(files)
-    ]
-    (folder / "quarantine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for source in (private, folder / "link", folder):
         manifest = read_manifest(folder)
         places = {"folder": str(source), "address": str(source)}
         write_manifest(folder, replace(manifest, source=places))
         shown = mmray.show(folder, root=[] if root is None else [str(tmp_path / root)])
         images = [image for each in shown.rows for image in each.get("images", [])]
-        images += [each["image"] for each in shown.quarantine["shown"]]
         if root != "private":
             assert sum(image is not None for image in images) == 1, "that in the set"
         elif source == private:
-            assert None not in images[:3]
+            assert None not in images
 
 
 def test_frames_and_sound_of_a_text_are_from_its_span(tmp_path):
@@ -153,7 +137,7 @@ def test_frames_and_sound_of_a_text_are_from_its_span(tmp_path):
     assert "cannot be decoded" in page and "clip" not in second["texts"][0]
 
 
-def test_conversations_repeats_and_classes_are_shown(tmp_path):
+def test_conversations_and_classes_are_shown(tmp_path):
     messages = [
         {"role": "user", "content": [part("image"), part("video"), part("text", "Which color?")]},
         {"role": "assistant", "content": [part("text", "gray")]}
@@ -170,12 +154,6 @@ def test_conversations_repeats_and_classes_are_shown(tmp_path):
     texts = ["weight: 0.5", "reasoning_content: It is.", 'tool_calls: [{"function":{}}]', "gray"]
     assert chat["turns"][1] == {"role": "assistant", "parts": [{"text": each} for each in texts]}
     assert dict(chat["facts"])["text tokens"]
-    assert {(repeat["count"], repeat["kind"]) for repeat in shown.repeats} == {
-        (3, "image"),
-        (3, "video"),
-    }
-    assert set(shown.repeats[0]["keys"]) == {"chat-0", "chat-1", "chat-2"}
-    assert "3 rows share 2 images, audio or video files" in text_of(shown.page)
 
 
 def part(kind, words=None):

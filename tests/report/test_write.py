@@ -54,7 +54,6 @@ def test_finished_run_has_all_sections_in_one_small_file(tmp_path):
         "throughput-samples-per-s",
         "time-step-s",
         "memory-peak-gib",
-        "start",
     ]
     assert (
         '<span class="pill finished">finished</span>' in page
@@ -273,12 +272,12 @@ def test_leaked_pairs_are_shown_side_by_side(quarantined):
     assert "k10" not in page  # no images
 
 
-def test_page_of_batch_shapes_has_speed_memory_and_a_table(tmp_path):
+def test_page_of_batch_shapes_has_a_table(tmp_path):
     folder = make_whole_sweep(tmp_path / "sweep")
     (folder / "trials" / "t001").mkdir(parents=True)
     (folder / "trials" / "t001" / "report.html").touch()
     page = page_of(folder)
-    assert plots(page) == ["shapes-speed", "shapes-memory"]
+    assert plots(page) == []
     assert "T002 is the fastest." in page and "★" in page
     assert f"mmray train {folder}/best.yaml" in page
     assert "global batch 16: <b>8 x 1 x 2</b> (t001), 500 samples/s" in page

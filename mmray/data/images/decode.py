@@ -144,27 +144,6 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     return rgb
 
 
-def decode_damaged(data: bytes) -> np.ndarray:
-    """Decode the readable part of an image, to show a damaged or truncated one.
-
-    Returns:
-        Pixels uint8 [H, W, 3] as they are stored, without EXIF orientation; gray or black where
-        they are missing.
-
-    Raises:
-        BadImage: The header cannot be read, the image has too many pixels, or none is readable.
-    """
-    image = _open(data, MAX_PIXELS)
-    ImageFile.LOAD_TRUNCATED_IMAGES = True
-    try:
-        image.load()
-        return np.asarray(_to_rgb(_gray_to_8_bits(image, data)))
-    except Exception as error:  # noqa: BLE001 - decoders raise a dozen types for damaged bytes
-        raise BadImage("corrupt", str(error)[:300]) from None
-    finally:
-        ImageFile.LOAD_TRUNCATED_IMAGES = False
-
-
 def verify_image(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Check that an image decodes completely, and return the (width, height) of the upright image.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from mmray.data.images.decode import MAX_PIXELS, BadImage, decode, decode_damaged, split_pages
+from mmray.data.images.decode import MAX_PIXELS, BadImage, decode, split_pages
 from mmray.data.images.transform import resize_to_square, thumbnail, transform
 from mmray.data.media.decode import MediaInfo, read_header, verify_media
 from mmray.processes import Channel, ChildProcess
@@ -95,16 +95,13 @@ class SubprocessDecoder:
             raise BadImage(reply["reason"], reply["detail"])
         return reply
 
-    def thumbnail(self, data: bytes, damaged: bool = False) -> str | None:
+    def thumbnail(self, data: bytes) -> str | None:
         """Return a thumbnail of an image as a data URI; None if it cannot be decoded.
 
         Args:
             data: Encoded bytes, which may be from an untrusted source.
-            damaged: Show the readable part of a damaged image.
         """
         try:
-            if damaged:
-                return str(self.request(_damaged_thumbnail, data)["image"])
             self.check(data, MAX_PIXELS)
             return thumbnail(decode(data))
         except (BadImage, MemoryError):
@@ -159,7 +156,3 @@ def _check_pages(data: bytes, max_pixels: int) -> dict[str, Any]:
 def _check_media(data: bytes, kind: str, max_pixels: int, header_only: bool) -> dict[str, Any]:
     read = read_header if header_only else verify_media
     return read(data, kind, max_pixels)._asdict()
-
-
-def _damaged_thumbnail(data: bytes) -> dict[str, Any]:
-    return {"image": thumbnail(decode_damaged(data))}
