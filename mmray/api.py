@@ -32,8 +32,6 @@ from mmray.run import Run
 from mmray.storage.paths import AnyPath, check_kept, remove_tree, to_path
 
 if TYPE_CHECKING:
-    from ray.tune import ResultGrid
-
     from mmray.data.store.manifest import Manifest
     from mmray.report.prepared import SetRecord
     from mmray.training import RunReporter
@@ -683,33 +681,6 @@ def tune(
         sweep = _run_trials(request, reporter)
     _check_recommendation(sweep)
     return sweep
-
-
-def result_grid(sweep: SweepRecord) -> ResultGrid:
-    """Return the trials of a sweep as Ray Tune's `ResultGrid`, such as for `get_dataframe()`.
-
-    Ray Tune gets the stored values of each trial, which takes some seconds; nothing is trained. It
-    joins RAY_ADDRESS if set, otherwise it starts Ray on this machine.
-
-    Args:
-        sweep: the sweep that `tune` returned.
-
-    Returns:
-        A result for each measured trial: `config["trial"]` has its name and settings, `metrics` the
-        `value` of the goal when it was last measured, the `samples` (rows trained on) until then,
-        and `folder`, its run. A trial is measured after each rung (a length after which only the
-        better trials continue); `metrics_dataframe` has a row for each.
-
-    Raises:
-        UsageError: no trial of the sweep was measured.
-        ResourceError: Ray cannot be reached or started.
-    """
-    from mmray.cluster.connect import ray_session
-
-    with ray_session(Cluster()):
-        from mmray.tuning.ray_tune import replay_trials
-
-        return replay_trials(sweep)
 
 
 def _check_choice(name: str, value: str, choices: Any) -> None:

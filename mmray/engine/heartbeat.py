@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import pickle
 import re
 import sys
 import sysconfig
@@ -176,16 +175,7 @@ class Heartbeat(HeartbeatState):
                 ):
                     print(self._process_info, file=file, flush=True)
                     faulthandler.dump_traceback(file, all_threads=True)
-                self._write_collectives()
             self._ended.wait(INTERVAL_S)
-
-    def _write_collectives(self) -> None:
-        """Write torch's record of the latest collectives, in the form that torchfrtrace reads."""
-        record = recorded_collectives()
-        if record is not None:
-            name = f"step-{self._first_step}-collectives-rank-{self._process_info['rank']}"
-            with open_for_upload(self._folder / "stacks" / name) as path:
-                path.write_bytes(record)
 
     def _observe(self) -> dict[str, Any]:
         self._observe_compiler()
@@ -229,25 +219,6 @@ class Heartbeat(HeartbeatState):
     def _compilation_ended(self, _: Any) -> None:
         self._compiling = False
         self.count_progress()
-
-
-def recorded_collectives() -> bytes | None:
-    """Return the latest collectives of this process, as torch's flight recorder has them.
-
-    The recorder holds the latest 2,000 collectives of NCCL or Gloo with their stacks and states
-    (`TORCH_FR_BUFFER_SIZE`).
-
-    Returns:
-        A pickled dict that torchfrtrace reads; None if no collective was recorded.
-    """
-    c10d = sys.modules.get("torch._C._distributed_c10d")
-    for name in ("_dump_nccl_trace", "_dump_fr_trace"):
-        dump = getattr(c10d, name, None)
-        if dump is not None:
-            record: bytes = dump()
-            if pickle.loads(record)["entries"]:
-                return record
-    return None
 
 
 def _waits_in_collective(frames: list[FrameSummary]) -> bool:

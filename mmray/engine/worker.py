@@ -556,7 +556,6 @@ def _evaluate_fn(
         def save_examples(examples: dict[str, Any]) -> None:
             assert log is not None
             log.write_file(EXAMPLES, orjson.dumps({"step": step, **examples}).decode())
-            log.write_images(step, examples)
 
         driver.phase("evaluating")
         # Graphs of evaluation would take longer to compile than they save.

@@ -11,23 +11,20 @@ finished rungs again from trials.jsonl.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ray import tune
-from ray.tune.logger import JsonLoggerCallback
 from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search import ConcurrencyLimiter
 from ray.tune.search.basic_variant import BasicVariantGenerator
 
 from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.cluster.run_resources import check_capacity
-from mmray.errors import ResourceError, TrainingError, UsageError
+from mmray.errors import ResourceError, TrainingError
 from mmray.report.run import read_lines
-from mmray.report.sweep import SweepRecord
 from mmray.storage.paths import remove_tree
 from mmray.sweep_files import GOALS, Rung, TrialRow
 from mmray.training import RunReporter
@@ -126,53 +123,6 @@ def run_trials_on_ray_tune(
     finally:
         state.stop_all()
         remove_tree(scratch)
-
-
-def replay_trials(sweep: SweepRecord) -> tune.ResultGrid:
-    """Return the stored results of a sweep as Ray Tune's; nothing is trained.
-
-    Args:
-        sweep: The sweep. Trials that reached no rung, such as infeasible ones, are left out.
-
-    Raises:
-        UsageError: No trial of the sweep was measured.
-    """
-    rungs = {row.trial: row.rungs for row in sweep.trials if row.rungs}
-    if not rungs:
-        raise UsageError(f"{sweep.folder} has no measured trial")
-    trials = [{"name": row.trial, **row.settings} for row in sweep.trials if row.rungs]
-    scratch = sweep.folder / "ray-results"
-    os.environ.update(ENVIRONMENT)
-    replay = tune.with_parameters(_replay_trial, rungs=rungs, folder=str(sweep.folder))
-    tuner = tune.Tuner(
-        tune.with_resources(replay, _DRIVER_RESOURCES),
-        param_space={NAME: tune.grid_search(trials)},
-        tune_config=tune.TuneConfig(
-            metric=METRIC,
-            mode="max" if sweep.goal.maximize else "min",
-            # One process replays all trials.
-            max_concurrent_trials=1,
-            reuse_actors=True,
-        ),
-        run_config=tune.RunConfig(
-            name=sweep.folder.name,
-            **ray_storage(scratch),
-            verbose=0,
-            # Ray Tune reads the values of earlier rungs from its files.
-            callbacks=[JsonLoggerCallback()],
-        ),
-    )
-    try:
-        return tuner.fit()
-    finally:
-        remove_tree(scratch)  # the results are in memory
-
-
-def _replay_trial(params: dict[str, Any], rungs: dict[str, Sequence[Rung]], folder: str) -> None:
-    name = params[NAME]["name"]
-    for rung in rungs[name]:
-        values = {SAMPLES: rung.samples, METRIC: rung.value}
-        tune.report(values | {"folder": f"{folder}/trials/{name}"})
 
 
 def _tune_config(

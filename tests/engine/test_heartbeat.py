@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.distributed.flight_recorder.components.loader import read_dump
 
 from mmray.config import Cluster
 from mmray.data.stream.collate import iter_micro_batches
@@ -141,8 +140,7 @@ def test_micro_batches_of_a_long_step_count_as_progress(tmp_path, monkeypatch):
     assert len(in_step) >= 7  # four micro-batches, three of them in both passes
 
 
-def test_hang_writes_stacks_and_the_latest_collectives(tmp_path, monkeypatch):
-    """torch's own analyzer reads the record: `torchfrtrace`."""
+def test_hang_writes_stacks(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
     messages = []
 
@@ -150,19 +148,6 @@ def test_hang_writes_stacks_and_the_latest_collectives(tmp_path, monkeypatch):
         messages.append(message)
         return True
 
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    try:
-        torch.distributed.all_reduce(torch.ones(3))
-        with Heartbeat(send, {"rank": 0}, tmp_path).running(5):
-            wait_until(lambda: len(messages) >= 2)  # the stacks are written after the first
-    finally:
-        torch.distributed.destroy_process_group()
-    stacks = (tmp_path / "stacks" / "step-5-rank-0.txt").read_text()
-    assert "test_heartbeat.py" in stacks
-    record = read_dump(
-        "step-5-collectives-rank-", str(tmp_path / "stacks" / "step-5-collectives-rank-0")
-    )
-    names = [entry["profiling_name"] for entry in record["entries"]]
-    assert "gloo:all_reduce" in names
+    with Heartbeat(send, {"rank": 0}, tmp_path).running(5):
+        wait_until(lambda: len(messages) >= 2)  # the stacks are written after the first
+    assert "test_heartbeat.py" in (tmp_path / "stacks" / "step-5-rank-0.txt").read_text()

@@ -12,7 +12,6 @@ import pytest
 
 from mmray.config import Config, Data, Run
 from mmray.data.images.transform import thumbnail
-from mmray.engine.metrics.writers import MetricsLog
 from mmray.errors import UsageError
 from mmray.evaluation.shown_images import shown_images
 from mmray.training import trackers
@@ -102,17 +101,6 @@ def test_shown_images_have_captions() -> None:
     hit, answer = shown_images(json.loads(answers_of(1)))
     assert (hit.caption, hit.image.size) == ("a red square (rank 1)", (8, 6))
     assert answer.caption == "What color? -> blue (correct: red)"
-
-
-def test_images_are_written_to_tensorboard(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    log = MetricsLog(tmp_path, 0, lambda *_: None, lambda: None)
-    log.write({"step": 1, "train/loss": 1.0})
-    log.write_images(1, json.loads(answers_of(1)))
-    log.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert events.Tags()["images"] == ["image_to_text/hit/0", "answers/wrong/1"]
 
 
 @pytest.mark.parametrize(

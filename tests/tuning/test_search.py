@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-import mmray
 from mmray import cli
 from mmray.config import Train, from_yaml, to_yaml
 from mmray.console.reporter import ConsoleReporter
@@ -172,22 +171,6 @@ def test_sweep_folder_has_the_files_of_the_report(finished):
     assert not (folder / "ray").exists()
     page = (folder / "report.html").read_text()
     assert "held-out loss by samples" in page.lower()
-
-
-def test_sweep_gives_a_result_grid(finished):
-    """Ray Tune's results have the settings, value and folder of each measured trial."""
-    _, _, folder = finished
-    sweep = SweepRecord.read(folder)
-    grid = mmray.result_grid(sweep)
-    measured = {row.trial: row for row in sweep.trials if row.rungs}
-    assert len(grid) == len(measured) and grid.num_errors == 0
-    best = grid.get_best_result()
-    row = measured[best.config["trial"]["name"]]
-    assert best.metrics["value"] == min(each.rungs[-1].value for each in measured.values())
-    assert best.metrics["samples"] == row.samples
-    assert best.metrics["folder"] == f"{folder}/trials/{row.trial}"
-    assert len(best.metrics_dataframe) == len(row.rungs)
-    assert not (folder / "ray-results").exists()
 
 
 def test_rate_is_constant_at_rungs_and_decays_in_the_best_recipe(finished):

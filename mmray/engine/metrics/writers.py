@@ -10,20 +10,18 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from mmray.errors import StorageError, TrainingError
-from mmray.evaluation.shown_images import shown_images
 from mmray.storage.outage import Outage
 from mmray.storage.paths import AnyPath, RemotePath, copy_file, temp_dir, write_atomic
 
@@ -114,27 +112,6 @@ class MetricsLog:
             text: Its content; an existing file is replaced.
         """
         self._last = self._thread.submit(self._write_file, self._folder / name, text)
-
-    def write_images(self, step: int, examples: Mapping[str, Any]) -> None:
-        """Write the images of an evaluation to TensorBoard, in the thread.
-
-        Args:
-            examples: Content of examples.json, JSON values. For retrieval the queries {`row`,
-                `caption`, `rank` (1: a hit)} in lists under `image_to_text` and `text_to_image`,
-                and `images`, thumbnails as data URIs by `row` as text. For generated answers a list
-                `answers` of {`turns`: [{`parts`: [{`text`} or {`image`: data URI}]}], `answer`,
-                `references` (list of texts), `correct` (bool)}. Other keys are not read.
-        """
-        self._last = self._thread.submit(self._write_images, step, examples)
-
-    def _write_images(self, step: int, examples: Mapping[str, Any]) -> None:
-        with suppress(OSError):  # the images are in examples.json, too
-            self._write_tensorboard({"step": step})  # opens the file
-            assert self._events is not None
-            for number, (title, caption, image) in enumerate(shown_images(examples)):
-                tag = f"{title}/{number}"
-                self._events.add_image(tag, np.asarray(image), step, dataformats="HWC")
-                self._events.add_text(tag, caption, step)
 
     def flush(self) -> None:
         """Wait until the thread has written all pending lines and files, or has failed to."""
