@@ -247,7 +247,7 @@ def test_goal_throughput_with_listed_shapes_compares_them_in_trials(sweeps):
             {"goal": "recall", "budget": "2h", "scheduler": "asha", "run": {"name": "x"}},
             "--goal recall --budget 2h --scheduler asha --run.name x",
         ),
-        ({"space": {"batch.global": "64,128"}}, "--batch.global 64,128"),
+        ({"space": {"batch.global": "64,128"}}, "--space batch.global=64,128"),
         ({}, ""),
     ],
 )
@@ -284,7 +284,7 @@ def test_functions_do_what_their_commands_do(calls, tmp_path):
             [run, str(tmp_path)],
             {
                 "settings": settings,
-                "shares": [1.0],
+                "interpolate": 1.0,
                 "step": "best",
                 "workers": 2,
                 "accelerator": "cpu",

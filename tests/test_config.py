@@ -57,7 +57,7 @@ from mmray.errors import UsageError
         ),
         (
             "optimizer: {kind: sgd}",
-            r"optimizer.kind: no `sgd`; use one of adamw, muon, lion, adamw8bit, or name",
+            r"optimizer.kind: no `sgd`; use one of adamw, muon, or name",
         ),
         (
             "optimizer: {schedule: cosin}",

@@ -20,7 +20,7 @@ DESCRIPTION = """
 Find the fastest batch shape (micro x accumulation x workers) of the recipe `{name}` from a few
 measured steps on synthetic batches, and write it as a recipe file:
 
-    mmray tune {name} --batch.global 512,1024
+    mmray tune {name} --space batch.global=512,1024
 
 With --space or another --goal: compare the listed settings in trials, and write the best one.
 
@@ -54,7 +54,6 @@ def tune(argv: Sequence[str], console: ConsoleReporter) -> int:
         MmrayError: an argument is invalid or no trial could be ranked; has the exit status.
     """
     name, rest, print_config = split_args(argv)
-    rest, listed = split_global_list(rest)
     recipe = load_recipe(name, rest)
     settings = recipe.without_overridden_length_and_batch(LENGTHS)
     parser = tune_recipe.parameters(settings=settings)
@@ -65,7 +64,6 @@ def tune(argv: Sequence[str], console: ConsoleReporter) -> int:
         base = settings.replace(train=settings.train.with_length_of(recipe.train))
         console.print_raw(to_yaml(base).rstrip())
         return 0
-    arguments["space"] += tuple(listed)
     return tune_recipe.run(console, recipe, **arguments) or 0
 
 
@@ -92,27 +90,6 @@ def tune_recipe(
     )
     _print_outcome(sweep, console)
     return INTERRUPTED if sweep.status == "stopped" else 0
-
-
-def split_global_list(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Take a list `--batch.global 256,512` out of the arguments, for the search space.
-
-    Args:
-        words: arguments of the command.
-
-    Returns:
-        The other arguments, and `["batch.global=256,512"]`, a value of --space. If the flag is not
-        given or has a single number, all arguments are returned with an empty list.
-    """
-    for index, word in enumerate(words):
-        name, _, value = word.partition("=")
-        end = index + 1
-        if not value:
-            value = "".join(words[end : end + 1])
-            end += 1
-        if name == "--batch.global" and "," in value:
-            return [*words[:index], *words[end:]], [f"batch.global={value}"]
-    return list(words), []
 
 
 def _print_outcome(sweep: SweepRecord, console: ConsoleReporter) -> None:

@@ -16,7 +16,7 @@ from mmray.plugins import load_part
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 BUILT_IN = {
-    "kind": ("adamw", "muon", "lion", "adamw8bit"),
+    "kind": ("adamw", "muon"),
     "schedule": ("cosine", "linear", "constant", "cooldown"),
 }
 Multiplier = Annotated[str, Field(pattern=r"^.+=\d+(\.\d*)?(e-?\d+)?$")]
@@ -83,9 +83,8 @@ class Optimizer(Section, settings_prefix="optimizer"):
 
     kind: str = Field(
         "adamw",
-        description="`adamw`, `muon` (with AdamW for all but hidden matrices), `lion`, "
-        "`adamw8bit`, or your own "
-        "`package.module:Class`, such as `torch.optim:SGD`.",
+        description="`adamw`, `muon` (with AdamW for all but hidden matrices), or a class as "
+        "`package.module:Class`, such as `timm.optim:Lion`.",
     )
     settings: dict[str, bool | int | float | str] = Field(
         {}, description="Further arguments of the optimizer's class, such as `eps 1e-8`."

@@ -34,13 +34,8 @@ LAST_BLOCKS = re.compile(r"(\w+)\[:-(\d+)\]")  # a value of optimizer.freeze, su
 LR_SCALE = "lr_scale"  # key of a parameter group: its multiplier of the learning rate
 IS_HIDDEN = "is_hidden"  # key of a parameter group: its weights are matrices between hidden states
 # CLIP's epsilon for ViTs; torch's 1e-8 is too small for gradients in bf16.
-EPSILON: dict[str, Any] = {"eps": 1e-6}
-BUILT_IN = {  # class, its default arguments, and its extra of pip
-    "adamw": (f"{__name__}:EagerAdamW", EPSILON, ""),
-    "muon": (f"{__name__}:MuonAndAdamW", EPSILON, ""),
-    "lion": ("timm.optim:Lion", {}, "timm"),
-    "adamw8bit": ("bitsandbytes.optim:AdamW8bit", EPSILON, "bitsandbytes"),
-}
+EPSILON = 1e-6
+BUILT_IN = {"adamw": f"{__name__}:EagerAdamW", "muon": f"{__name__}:MuonAndAdamW"}
 NORM_EPSILON = 1e-6  # as in torch's clip_grads_with_norm_
 COOLDOWN_FRACTION = 0.2  # share of the steps after warm-up in which the schedule `cooldown` decays
 
@@ -234,15 +229,13 @@ def build_optimizer(module: nn.Module, config: OptimizerConfig) -> Optimizer:
 
 
 def _construct(config: OptimizerConfig, groups: Groups) -> Optimizer:
-    name, arguments, extra = BUILT_IN.get(config.kind, (config.kind, {}, ""))
-    betas = {"betas": config.betas} if config.kind in BUILT_IN else {}
+    arguments: dict[str, Any] = {"lr": config.lr}
+    if config.kind in BUILT_IN:
+        arguments |= {"betas": config.betas, "eps": EPSILON}
+    name = BUILT_IN.get(config.kind, config.kind)
+    build = plugins.load_class(name, "optimizer.kind", tuple(BUILT_IN))
     try:
-        build = plugins.load_class(name, "optimizer.kind", tuple(BUILT_IN))
-    except UsageError as error:
-        install = f'. Install it on every node: pip install "mmray[{extra}]"' if extra else ""
-        raise UsageError(f"{error}{install}") from error
-    try:
-        optimizer = build(groups, **{"lr": config.lr} | betas | arguments | config.settings)
+        optimizer = build(groups, **arguments | config.settings)
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"optimizer.kind: cannot build `{config.kind}`: {error}; see optimizer.settings"

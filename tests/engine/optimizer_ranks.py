@@ -26,7 +26,7 @@ OWN = {
 KINDS: dict[str, dict[str, Any]] = {
     "own": OWN,
     "muon": {"kind": "muon"},
-    "lion": {"kind": "lion", "lr": 1e-3},
+    "lion": {"kind": "timm.optim:Lion", "lr": 1e-3},
 }
 
 

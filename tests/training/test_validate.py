@@ -76,8 +76,8 @@ VLM = {"recipe": "vlm", "workers": 2}
         ({"data": {"targets": "last"}}, "only model.kind `vlm` has them (got `two_tower`)"),
         (fsdp(precision="fp16"), "set --train.precision bf16"),
         (
-            fsdp() | {"optimizer": {"kind": "adamw8bit"}},
-            "optimizer.kind adamw8bit cannot update sharded weights",
+            fsdp() | {"optimizer": {"kind": "bitsandbytes.optim:AdamW8bit"}},
+            "optimizer.kind: bitsandbytes cannot update sharded weights",
         ),
         (
             fsdp(parallel="hsdp", precision="fp16"),

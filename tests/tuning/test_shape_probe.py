@@ -19,7 +19,6 @@ import torch
 from rich.console import Console
 
 from mmray import cli
-from mmray.cli.tune import split_global_list
 from mmray.config import (
     Batch,
     Cluster,
@@ -242,23 +241,6 @@ def test_changed_number_of_steps_is_in_the_recommendation(
     assert sweep.recommendation is not None
     why = sweep.recommendation.why
     assert why.endswith(text) if text else "train.steps" not in why
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--batch.global", "8,16", "--goal", "loss"], (["--goal", "loss"], ["batch.global=8,16"])),
-        (
-            ["--train.seed", "1", "--batch.global=8,16"],
-            (["--train.seed", "1"], ["batch.global=8,16"]),
-        ),
-        (["--batch.global", "8"], (["--batch.global", "8"], [])),
-    ],
-)
-def test_global_batch_can_be_a_list(
-    words: list[str], expected: tuple[list[str], list[str]]
-) -> None:
-    assert split_global_list(words) == expected
 
 
 @pytest.mark.cluster

@@ -29,9 +29,9 @@ class FSDP(Strategy):
             reasons.append(f"{needs}; set --cluster.workers 2 or more, or use `single`")
         if config.train.precision == "fp16":
             reasons.append(f"{parallel} supports fp32 and bf16; set --train.precision bf16")
-        if config.optimizer.kind == "adamw8bit":
+        if config.optimizer.kind.startswith("bitsandbytes"):
             reasons.append(
-                "optimizer.kind adamw8bit cannot update sharded weights; use adamw, or "
+                "optimizer.kind: bitsandbytes cannot update sharded weights; use adamw, or "
                 "--train.parallel ddp"
             )
         return reasons
