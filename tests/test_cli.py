@@ -27,7 +27,6 @@ from mmray.version import VERSION
 from tests.checkpoints import save_checkpoint
 from tests.conftest import ROOT
 from tests.made import CAPTIONS
-from tests.report.factories import line, make_run
 from tests.training import runs
 
 
@@ -173,11 +172,6 @@ def test_model_kind_is_selected_by_name(typed, verb):
             ["doctor", "--json", "no/such/x.json"],
             "--json no/such/x.json: folder no/such does not exist; create it",
         ),
-        (["doctor", "nowhere"], "nowhere is not a run: it has no config.yaml"),
-        (
-            ["doctor", "runs/a", "--cluster"],
-            "mmray doctor runs/a reads a run and takes only --json; leave out the other arguments",
-        ),
         (
             ["train", "--optimizer.betas", "1.5", "0.9"],
             "optimizer.betas.0: input should be less than 1 (got 1.5)",
@@ -246,51 +240,6 @@ def test_closed_pipe_ends_a_command_silently(words):
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
-
-
-DOCTOR = """
-import sys
-from rich.console import Console
-from mmray import cli
-from mmray.console.reporter import ConsoleReporter
-code = cli.run(["doctor", *sys.argv[1:]], ConsoleReporter(Console(width=100)))
-assert not {"ray", "torch"} & sys.modules.keys()
-sys.exit(code)
-"""
-
-
-def test_doctor_states_what_limits_a_run_without_ray_and_torch(tmp_path):
-    folder = make_run(tmp_path / "run", [{"step": 1}, line(20, **{"gpu/busy_percent": 50.0})])
-    words = [str(folder), "--json", str(tmp_path / "found.json")]
-    done = subprocess.run([sys.executable, "-c", DOCTOR, *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    output = " ".join(done.stdout.split())
-    assert "! limit Host-bound: the workers waited for data 10% of the time" in output
-    assert "the GPU was busy 50% use larger micro-batches" in output
-    (finding,) = json.loads((tmp_path / "found.json").read_text())["findings"]
-    assert (finding["level"], finding["name"]) == ("warning", "limit")
-    assert finding["fix"].startswith("use larger micro-batches")
-
-
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
-        ([], "✓ limit not measured: no step after the first was logged"),
-        ([{"step": 1, "train/loss": 4.0}], "✓ limit not measured: no step after the first"),
-        ([line(20)], "✓ limit the workers waited for data 10% of the time"),
-        (
-            [line(20, **{"time/data_wait_share": 0.6})],
-            "! limit Data-bound: the workers waited for data 60% of the time use more data",
-        ),
-        (
-            [line(20, **{"gpu/busy_percent": 95.0})],
-            "✓ limit the workers waited for data 10% of the time, the GPU was busy 95%",
-        ),
-    ],
-)
-def test_doctor_of_a_run_that_waits_little_or_has_no_gpu(typed, tmp_path, lines, expected):
-    code, out, _ = typed("doctor", str(make_run(tmp_path / "run", lines)))
-    assert code == 0 and expected in " ".join(out.split())
 
 
 def test_deleted_working_directory_is_a_usage_error(tmp_path, monkeypatch, capfd):

@@ -20,8 +20,7 @@ def runs(
     """List the runs and sweeps of a folder, the last active first.
 
     A run is `running` if a process renews its lease; `unfinished` if it was killed. The best score
-    is the highest mean recall@1, or the lowest loss of a vision-language model; of a sweep, the
-    recommended trial's value of its goal.
+    is of the best checkpoint of a run that has ended, or of the recommended trial of a sweep.
 
     Args:
         folder: folder or address of the runs, as in run.storage; of the trials of a sweep:
@@ -35,7 +34,7 @@ def runs(
         "state": ("state", ""),
         "steps": ("steps", ">"),
         "loss": ("loss", ".3f"),
-        "last": ("last", ".3f"),
+        "score": ("score", ""),
         "best": ("best", ""),
         "age": ("active", ">"),
     }
@@ -44,18 +43,25 @@ def runs(
 
 
 def _texts(row: dict[str, Any]) -> dict[str, str | None]:
-    """Return the cells that are not numbers: steps, best score and time since the last activity."""
+    """Return the cells that are not numbers: steps, scores and time since the last activity."""
+    from mmray.evaluation import main_scores
+    from mmray.report.run import scores_by_set
     from mmray.report.summary import format_duration
 
     if row["kind"] == "sweep":
         steps = f"{row['trials']} trials"
     else:
         steps = row["steps"] and f"{row['steps']:,}"
-    best = None
-    if row["best"] is not None:
-        best = f"{row['metric'].removesuffix('/mean')} {row['best']:,.3f}"
-        if row.get("best_trial"):
-            best += f" ({row['best_trial']})"
-        elif row.get("best_step") is not None:
-            best += f" (step {row['best_step']:,})"
-    return {"best": best, "steps": steps, "age": f"{format_duration(row['age_s'])} ago"}
+    shown = [
+        pair for of_set in scores_by_set(row["scores"]).values() for pair in main_scores(of_set)
+    ]
+    best = row["best"]
+    if best is not None:
+        of = best["trial"] if "trial" in best else f"step {best['step']:,}"
+        best = f"{best['metric']} {best['score']:,.3f} ({of})"
+    return {
+        "score": " ".join(shown[0]) if shown else None,
+        "best": best,
+        "steps": steps,
+        "age": f"{format_duration(row['age_s'])} ago",
+    }

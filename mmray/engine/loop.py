@@ -31,7 +31,7 @@ from mmray.engine.metrics.timers import Throughput
 from mmray.engine.metrics.writers import Metrics, profile_steps
 from mmray.engine.optimizer import ExponentialMovingAverage, lr_at, set_lr
 from mmray.engine.precision import micro_seed
-from mmray.engine.prefetch import LocalBatch, Prefetcher, split_micro_batches
+from mmray.engine.prefetch import LocalBatch, Prefetcher
 from mmray.engine.run_state import (
     EMA_KEY,
     LoadCheckpointFn,
@@ -77,7 +77,6 @@ class Trainer:
         train = spec.train
         module = spec.model.train()
         self.spec = spec
-        self.batch_shape = spec.batch_shape
         self.state = TrainState.build(
             train, spec.optimizer, module, spec.objective, spec.group, spec.heartbeat
         )
@@ -161,38 +160,12 @@ class Trainer:
         return batch
 
     def _take_step(self, batch: LocalBatch) -> StepResult:
-        """Take one optimizer step.
-
-        One rank that runs out of memory before the update repeats the step with half the
-        micro-batch size. With several ranks the others wait in a collective, and the plan decides
-        which rows of a step by tokens are together, so the error ends the attempt.
-        """
+        """Take one optimizer step."""
         spec = self.spec
         state = self.state
         seed_of = partial(micro_seed, spec.train.seed, self.progress.step, spec.group.rank)
         # The request is reduced over ranks in the step: all ranks must leave the loop together.
-        stop = spec.stop()
-        while True:
-            micro_batches = batch
-            if self.batch_shape.micro_tokens is None:
-                micro_batches = split_micro_batches(batch, self.batch_shape.micro_batch_size)
-            try:
-                cache = accumulate_gradients(state, micro_batches, seed_of, stop)
-                break
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                out_of_memory = self._out_of_memory_error(error)
-                can_split = spec.group.world_size == 1 and self.batch_shape.micro_tokens is None
-                if not can_split or out_of_memory.retry_shape is None:
-                    raise
-            # Outside `except`: the traceback would keep the step's tensors in memory.
-            del micro_batches
-            zero_gradients(state)
-            if spec.group.device.type == "cuda":
-                torch.cuda.empty_cache()
-            self.batch_shape = out_of_memory.retry_shape
-            spec.notify("memory", str(out_of_memory))
+        cache = accumulate_gradients(state, batch, seed_of, spec.stop())
         result = apply_update(state, cache)
         if self.meter.flops_of_row is None:
             self.meter.flops_of_row = model_flops_of_row(
@@ -276,7 +249,7 @@ class Trainer:
         metrics["train/lr"] = lr_at(step, spec.optimizer, spec.plan.steps)
         metrics["train/grad_norm"] = result.grad_norm
         metrics["train/skipped_steps"] = self.progress.skipped
-        metrics["batch/micro"] = self.batch_shape.micro_batch_size
+        metrics["batch/micro"] = self.spec.batch_shape.micro_batch_size
         metrics |= padding_fractions(token_counts)
         return metrics | spec.static_metrics | reduced
 
@@ -369,7 +342,7 @@ class Trainer:
         return out_of_memory_error(
             f"out of memory at step {self.progress.step + 1}",
             f"rank {self.spec.group.rank}: {first_line(error)}",
-            self.batch_shape,
+            self.spec.batch_shape,
             f"a single row does not fit: {OOM_ADVICE}",
         )
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mmray.data.stream.collate import is_flat
 from mmray.data.stream.order import SamplePlan
-from mmray.errors import OutOfMemoryError, TrainingError
+from mmray.errors import TrainingError
 from mmray.objectives.protocol import Batch
 
 ALIGNMENT = 512  # bytes, of each column in the copy of a step, as of torch's CUDA allocations
@@ -132,43 +132,6 @@ def _without_invalid_rows(micro_batch: Batch) -> Batch:
     num_valid = int(valid.sum())
     rows = slice(0, max(1, num_valid)) if bool(valid[:num_valid].all()) else valid
     return {name: tensor[rows] for name, tensor in micro_batch.items()}
-
-
-def split_micro_batches(batch: LocalBatch, micro_batch_size: int) -> LocalBatch:
-    """Split each micro-batch evenly into smaller ones; views, without copies.
-
-    Args:
-        micro_batch_size: Most rows of a micro-batch; equal on every rank, so that all get equally
-            many.
-
-    Raises:
-        OutOfMemoryError: The micro-batches of a vision-language model cannot be split by row.
-    """
-    if max(batch.sizes) <= micro_batch_size:
-        return batch
-    if is_flat(batch.micro_batches[0]):
-        raise OutOfMemoryError("out of memory: lower --batch.micro, or --model.inputs.max-tokens")
-    micro_batches = []
-    is_dummy = []
-    sizes = []
-    for micro_batch, was_dummy, size in zip(
-        batch.micro_batches, batch.is_dummy, batch.sizes, strict=True
-    ):
-        valid_rows = 0 if was_dummy else len(micro_batch["valid"])
-        part = -(-size // -(-size // micro_batch_size))
-        for first in range(0, size, part):
-            rows = slice(first, first + part) if first < valid_rows else slice(0, 1)
-            invalid = (
-                {}
-                if first < valid_rows
-                else {"valid": torch.zeros_like(micro_batch["valid"][rows])}
-            )
-            micro_batches.append(
-                {name: tensor[rows] for name, tensor in micro_batch.items()} | invalid
-            )
-            is_dummy.append(first >= valid_rows)
-            sizes.append(min(part, size - first))
-    return replace(batch, micro_batches=micro_batches, is_dummy=tuple(is_dummy), sizes=tuple(sizes))
 
 
 class Prefetcher:

@@ -99,8 +99,6 @@ class TrainSpec:
         log: Receives the metrics of logged steps; None on ranks that do not log.
         callbacks: Objects whose `on_step(step, metrics)` is called after each step.
         group_by_length: Whether micro-batches have rows with captions of similar length.
-        notify: Called on rank 0 with (label, line), where the label, such as `memory`, is the word
-            that the console prints before the line.
         profile_path: File for the trace of `train.profile`; None on ranks that write none.
         static_metrics: Metrics that are constant over the run and added to each logged line, values
             by name, such as `memory/parameters_gib`.
@@ -125,7 +123,6 @@ class TrainSpec:
     log: MetricsLog | None = None
     callbacks: tuple[Callback, ...] = ()
     group_by_length: bool = False
-    notify: Callable[[str, str], None] = lambda label, text: None
     profile_path: Path | None = None
     static_metrics: Metrics = field(default_factory=dict)
     heartbeat: HeartbeatState = field(default_factory=HeartbeatState)

@@ -152,7 +152,6 @@ def train_worker(
         group_by_length=config.batch.group_by_length,
         profile_path=profile_path,
         static_metrics=memory_table,
-        notify=driver.notify,
         heartbeat=driver.heartbeat,
     )
     with (

@@ -117,17 +117,10 @@ def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
         name = re.sub("[^a-z0-9]+", "-", first.lower())
         figures["speed" if is_speed else "learning"] += _step_chart(run, name, title, curves, yaxis)
     for name, prefix in prefixes.items():
-        title = f"{f'{name}: recall' if name else 'Recall'} over the run (R@5 dashed, R@10 dotted)"
+        title = f"{f'{name}: recall' if name else 'Recall'}@1 and zero-shot accuracy over the run"
         chart_name = f"recall-{name}" if name else "recall"
-        curves = _recall_curves(prefix)
+        curves = _score_curves(prefix)
         figures["recall"] += _step_chart(run, chart_name, title, curves, PERCENT, 320)
-        title = f"{f'{name}: zero-shot' if name else 'Zero-shot'} accuracy over the run"
-        curves = {
-            f"{prefix}zero_shot/top_1": _curve("top 1", BLUE),
-            f"{prefix}zero_shot/top_5": _curve("top 5", ORANGE),
-            f"{prefix}zero_shot/mean_per_class_recall": _curve("mean of classes", TEAL),
-        }
-        figures["recall"] += _step_chart(run, f"zero-shot-{name}", title, curves, PERCENT, 320)
     return figures
 
 
@@ -152,21 +145,15 @@ def _metric_curves(run: RunRecord, prefixes: dict[str, str]) -> dict[str, dict[s
     return charts
 
 
-def _recall_curves(prefix: str) -> dict[str, Trace]:
-    """Return the curves of recall by metric; `prefix` precedes the metrics of a set."""
-    curves = {}
-    for k, dash in {1: "solid", 5: "dash", 10: "dot"}.items():
-        colors = cycle((BLUE, ORANGE, TEAL, ROSE))
-        for direction, color in zip(DIRECTIONS, colors, strict=False):
-            curves[f"{prefix}recall_at_{k}/{direction}"] = _curve(
-                f"R@{k} {direction.replace('_', ' ')}",
-                color,
-                dash=dash,
-                opacity=1 if k == 1 else 0.75,
-                legendgroup=direction,
-                showlegend=k == 1,  # six legend entries are too wide for a narrow page
-            )
-    return curves
+def _score_curves(prefix: str) -> dict[str, Trace]:
+    """Return the curves of recall and accuracy by metric; `prefix` precedes those of a set."""
+    names = {f"recall_at_1/{each}": f"R@1 {each.replace('_', ' ')}" for each in DIRECTIONS}
+    names |= {"zero_shot/top_1": "zero-shot top 1"}
+    colors = cycle((BLUE, ORANGE, TEAL, ROSE))
+    return {
+        f"{prefix}{metric}": _curve(title, color)
+        for (metric, title), color in zip(names.items(), colors, strict=False)
+    }
 
 
 def _step_chart(

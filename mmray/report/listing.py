@@ -9,15 +9,13 @@ from contextlib import suppress
 from typing import Any
 
 from mmray.errors import UsageError
-from mmray.report.run import Line, RunRecord, scores_by_set
+from mmray.report.run import RunRecord
 from mmray.report.sweep import SweepRecord
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath
 from mmray.storage.requests import iter_parallel
 from mmray.sweep_files import SWEEP, TRIALS
 
-# the first measured one is used
-METRICS = ("recall_at_1/mean", "zero_shot/top_1", "loss")
 # the newest is the last activity
 FILES = ("config.yaml", "metrics.jsonl", "result.json", SWEEP, TRIALS)
 THREADS = 16  # folders read at once: an object store needs about ten requests per run
@@ -73,63 +71,34 @@ def _summarize(folder: AnyPath) -> dict[str, Any] | None:
 
 
 def _run_row(folder: AnyPath) -> dict[str, Any]:
-    """Return kind, state, steps, last loss, and the last and best score of a run."""
+    """Return kind, state, steps, last loss and scores, and the best score of a run that has ended."""
     run = RunRecord(folder)
     if run.status in ("finished", "stopped"):  # metrics.jsonl, which may be large, is not needed
         steps = run.result.get("steps")
         last = run.result.get("metrics") or {}
         scores = run.result.get("scores") or {}
-        best = run.result.get("best") or {}
     else:
         last = run.lines[-1] if run.lines else {}
         steps = last.get("step")
         scores = run.newest("evaluate/")
-        best = _best(run, _metric(scores))
-    metric = _metric(scores) or best.get("metric")
     return {
         "kind": "run",
         "state": run.status,
         "steps": steps,
         "loss": last.get("train/loss"),
-        "metric": metric,
-        "last": scores.get(metric or ""),
-        "best": best.get("score"),
-        "best_step": best.get("step"),
+        "scores": scores,
+        "best": run.result.get("best"),
     }
 
 
-def _metric(scores: Line) -> str | None:
-    """Return the metric that selects the best checkpoint, if it was measured; that of the first
-    set.
-    """
-    sets = scores_by_set(scores)
-    name = next(iter(sets), "")
-    measured = (metric for metric in METRICS if name in sets and sets[name].get(metric) is not None)
-    return next((f"{name}/{metric}" if name else metric for metric in measured), None)
-
-
-def _best(run: RunRecord, metric: str | None) -> Line:
-    """Return {step, score} of the best evaluation; empty without one."""
-    steps, values = run.series(f"evaluate/{metric}")
-    measured = [
-        {"step": step, "score": value}
-        for step, value in zip(steps, values, strict=True)
-        if value is not None
-    ]
-    better = min if str(metric).endswith("loss") else max
-    return better(measured, key=lambda each: each["score"], default={})
-
-
 def _sweep_row(sweep: SweepRecord) -> dict[str, Any]:
-    """Return the fields of `_run_row` for a sweep: its ended trials, and the value of the
-    best one.
-    """
+    """Return the same of a sweep: its ended trials, and the value of the recommended one."""
     best = sweep.best
     return {
         "kind": "sweep",
         "state": sweep.status,
         "trials": len(sweep.trials),
-        "metric": sweep.goal.title,
-        "best": None if best is None else sweep.value(best),
-        "best_trial": None if best is None else best.trial,
+        "scores": {},
+        "best": best
+        and {"trial": best.trial, "metric": sweep.goal.title, "score": sweep.value(best)},
     }

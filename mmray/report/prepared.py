@@ -155,7 +155,7 @@ class SetRecord:
             rows = [viewer.view(number, row, values) for number, row, values in read]
             statistics = read_statistics(prepared, statistics_rows(prepared, draw), encoder)
         unread = str(prepared.manifest.source.get("folder")) if viewer.has_unread else ""
-        quarantine = quarantine_summary([prepared.folder])
+        quarantine = quarantine_summary(prepared.folder)
         return cls(prepared, rows, statistics, quarantine, unread)
 
 

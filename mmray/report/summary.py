@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
 from itertools import chain, islice, zip_longest
 from statistics import median
 from typing import Any
@@ -14,19 +13,16 @@ from mmray.config.data import Mixture
 from mmray.config.recipes import RECIPES
 from mmray.data.prepare.contamination import LEAKS, MAX_EXAMPLES
 from mmray.data.store.manifest import MANIFEST, QUARANTINE
-from mmray.errors import Finding
 from mmray.report.run import (
-    Line,
     RunRecord,
     format_setting,
     read_json,
     read_lines,
 )
-from mmray.storage.paths import AnyPath, to_path
+from mmray.storage.paths import AnyPath
 
 WAIT_WARNING = 0.2  # fraction of the time in which workers wait for data
 BUSY_PERCENT = 80.0  # of the time in which a GPU runs kernels
-LIMIT = "limit"  # name of the finding
 DATA_FIX = "use more data processes (data.workers), or prepare smaller images (--image-side)"
 HOST_FIX = (
     "use larger micro-batches (batch.micro) and train.compile inductor, and do less in "
@@ -56,25 +52,21 @@ def dataset_names(trained_on: str) -> str:
     return str(Mixture.parse(trained_on).rename(lambda path: path.rstrip("/").rpartition("/")[2]))
 
 
-def find_limit(run: RunRecord) -> Finding:
-    """Return what keeps the devices of a run waiting, for its page and for `mmray doctor RUN`.
-
-    The level is `warning` if they wait, and `observed` then starts with `Data-bound` or
-    `Host-bound`; it is `ok` if they wait little, or if nothing was measured.
-    """
+def find_limit(run: RunRecord) -> str:
+    """Return a sentence about what keeps the devices of a run waiting, and a fix; "" if little."""
     waits = run.values("time/data_wait_share")
     if not waits:
-        return Finding("ok", LIMIT, "not measured: no step after the first was logged")
+        return ""
     wait = median(waits)
     measured = f"the workers waited for data {wait:.0%} of the time"
     busy_percent = run.values("gpu/busy_percent")
     if busy_percent:
         measured += f", the GPU was busy {median(busy_percent):.0f}%"
     if wait > WAIT_WARNING:
-        return Finding("warning", LIMIT, f"Data-bound: {measured}", DATA_FIX)
+        return f"Data-bound: {measured}. To change it, {DATA_FIX}."
     if busy_percent and median(busy_percent) < BUSY_PERCENT:
-        return Finding("warning", LIMIT, f"Host-bound: {measured}", HOST_FIX)
-    return Finding("ok", LIMIT, measured)
+        return f"Host-bound: {measured}. To change it, {HOST_FIX}."
+    return ""
 
 
 def settings_table(config: dict[str, Any]) -> list[dict[str, str]]:
@@ -98,73 +90,38 @@ def settings_table(config: dict[str, Any]) -> list[dict[str, str]]:
 MAX_LINES = 100_000  # lines that are read of quarantine.jsonl and leaks.jsonl, for examples
 
 
-def quarantine_summary(
-    folders: Sequence[AnyPath], run_folder: AnyPath | None = None
-) -> dict[str, Any]:
-    """Summarize the quarantined (excluded) rows of prepared sets and of a run, and overlaps of the
-    sets with others.
-
-    Args:
-        folders: The folders of the sets.
-        run_folder: The folder of the run that trained on them; None: there is none.
+def quarantine_summary(folder: AnyPath) -> dict[str, Any]:
+    """Summarize the quarantined rows of a prepared set or of a run, and overlaps of the set with
+    others.
 
     Returns:
-        `num_read` (rows that prepare read), `num_rows` (quarantined by prepare), `num_in_training`
-        (quarantined by the run), `reasons` (pairs of reason and count, the most frequent first),
-        `shown` (example rows as {reason, key, source, detail, file}; `file` locates the image in
-        the source as {file, offset, length}, or is None), `contamination` (overlap of training and
-        held-out rows, a dict per checked set: `set` (its name), the entries of `Manifest.leakage`,
-        and `pairs`, example lines of leaks.jsonl), and `unread` (names of sets that cannot be read
-        from here).
+        `num_rows` (quarantined), `reasons` (pairs of reason and count, the most frequent first),
+        `shown` (example rows as {reason, key, source, detail}), `num_read` (rows that prepare read;
+        0 of a run), and `leakage` (the entries of `Manifest.leakage`, and `pairs`, example lines of
+        leaks.jsonl; None if it was not checked).
     """
-    readable = [folder for folder in folders if _is_readable(folder / MANIFEST)]
-    reasons: Counter[str] = Counter()
+    manifest = read_json(folder / MANIFEST)
+    counts: Counter[str] = Counter()
     examples: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    lists: list[Iterable[Line]] = []
-    if run_folder is not None:
-        lists.append(read_lines(run_folder / QUARANTINE))
-    # There may be millions of rows; the manifest has their number.
-    lists += [islice(read_lines(folder / QUARANTINE), MAX_LINES) for folder in readable]
-    for entry in chain.from_iterable(lists):
-        is_of_run = entry.get("stage") == "train"
-        reason = "in training" if is_of_run else str(entry.get("reason") or "")
-        reasons[reason] += is_of_run
+    # There may be millions of rows; the manifest of a set has their number.
+    for entry in islice(read_lines(folder / QUARANTINE), MAX_LINES):
+        reason = str(entry.get("reason") or "")
+        counts[reason] += 1
         if len(examples[reason]) < MAX_EXAMPLES:
             row = {name: str(entry.get(name) or "") for name in ("key", "source", "detail")}
             examples[reason].append(row | {"reason": reason})
     interleaved = zip_longest(*examples.values())  # one row of each reason in turn
     shown = [row for row in chain.from_iterable(interleaved) if row is not None][:MAX_EXAMPLES]
-    num_read = 0
-    checks = []
-    for folder in readable:
-        manifest = read_json(folder / MANIFEST)
-        num_read += manifest.get("num_read") or 0
-        reasons.update(manifest.get("reasons") or {})
-        if summary := manifest.get("leakage"):
-            lines = islice(read_lines(folder / LEAKS), MAX_LINES)
-            pairs = islice((line for line in lines if line.get("thumbnails")), MAX_EXAMPLES)
-            checks.append({"set": folder.name, **summary, "pairs": list(pairs)})
-    num_in_training = reasons.get("in training", 0)
+    reasons = Counter(manifest.get("reasons") or counts)
+    leakage = manifest.get("leakage")
+    if leakage:
+        lines = islice(read_lines(folder / LEAKS), MAX_LINES)
+        pairs = islice((line for line in lines if line.get("thumbnails")), MAX_EXAMPLES)
+        leakage = leakage | {"pairs": list(pairs)}
     return {
-        "num_read": num_read,
-        "num_in_training": num_in_training,
-        "num_rows": reasons.total() - num_in_training,
+        "num_read": manifest.get("num_read") or 0,
+        "num_rows": reasons.total(),
         "reasons": [(reason, count) for reason, count in reasons.most_common() if count],
         "shown": shown,
-        "contamination": checks,
-        "unread": [folder.name for folder in folders if folder not in readable],
+        "leakage": leakage,
     }
-
-
-def set_folders(trained_on: str | None) -> list[AnyPath]:
-    """Return the folders of the sets that a value of `data.train` names, none for None."""
-    addresses = Mixture.parse(trained_on).addresses if trained_on else ()
-    return [to_path(address) for address in addresses]
-
-
-def _is_readable(file: AnyPath) -> bool:
-    """Return whether a file exists; False without access, as in a run copied from a cluster."""
-    try:
-        return file.is_file()
-    except OSError:
-        return False

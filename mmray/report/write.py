@@ -85,7 +85,6 @@ def _write_run(run: RunRecord, out: AnyPath) -> AnyPath:
         settings = summary.settings_table(run.config)
     except yaml.YAMLError as error:
         raise UsageError(f"{run.folder / 'config.yaml'} is not valid YAML: {error}") from None
-    sets = summary.set_folders(run.data.get("train"))
     scores = run.newest(EVALUATE)
     return _write(
         "run.html",
@@ -97,7 +96,7 @@ def _write_run(run: RunRecord, out: AnyPath) -> AnyPath:
         sets=scores_by_set(scores),
         recall=recall_rows(scores),
         limit=summary.find_limit(run),
-        quarantine=summary.quarantine_summary(sets, run.folder),
+        quarantine=summary.quarantine_summary(run.folder),
         changed=[setting for setting in settings if setting["value"] != setting["recipe"]],
         settings=settings,
     )

@@ -32,11 +32,9 @@ from mmray.config import (
     Train,
     TwoTower,
 )
-from mmray.engine import loop
 from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
-from mmray.engine.prefetch import LocalBatch
-from mmray.errors import OutOfMemoryError, ResourceError, TrainingError, UsageError
+from mmray.errors import ResourceError, TrainingError, UsageError
 from mmray.training.local import measure_in_worker
 from tests.engine.fake_cuda import DEVICES, gpus, has_gpus
 
@@ -127,25 +125,6 @@ def test_best_loop_compiles_static_shapes(monkeypatch: pytest.MonkeyPatch) -> No
     torch.compiler.reset()
     assert len(graphs) >= 3  # two stages and a layer
     assert not any(graphs)  # a dynamic size is an input of the graph
-
-
-def test_loop_that_reduced_its_micro_batch_is_no_measurement(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The loop continues after an OOM; the loops that it is compared with do not."""
-    bench, accumulate = build_bench(tiny(), Group(), micro=4), loop.accumulate_gradients
-
-    def without_memory(state: object, batch: LocalBatch, *arguments: object) -> object:
-        if max(batch.sizes) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return accumulate(state, batch, *arguments)
-
-    monkeypatch.setattr(loop, "accumulate_gradients", without_memory)
-    with pytest.raises(
-        OutOfMemoryError,
-        match=r"out of memory with micro-batches of 4 rows, 2 fit: lower batch.micro",
-    ):
-        bench.loop_window(4)
 
 
 @pytest.mark.gpu

@@ -37,7 +37,7 @@ from mmray import objectives
 from mmray.bench import results, synthetic_images
 from mmray.cli.args import parse_config
 from mmray.engine.collectives import Group
-from mmray.engine.prefetch import make_local_batch, split_micro_batches
+from mmray.engine.prefetch import make_local_batch
 from mmray.engine.run_state import TrainState
 from mmray.engine.step import accumulate_gradients
 from mmray.machine import cores
@@ -269,9 +269,10 @@ def mmray_gradients(
         "key": key,
         "valid": mask.any(dim=1),
     }
-    accumulate_gradients(
-        state, split_micro_batches(make_local_batch([batch]), rows), seed_of=lambda index: index
-    )
+    micro_batches = [
+        {name: column[part] for name, column in batch.items()} for part in key.split(rows)
+    ]
+    accumulate_gradients(state, make_local_batch(micro_batches), seed_of=lambda index: index)
     return {name: weight.grad for name, weight in net.named_parameters()}
 
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmray.bench.step import build_bench
 from mmray.config import recipes
 from mmray.engine.collectives import Group
-from mmray.engine.prefetch import make_local_batch, split_micro_batches
+from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import accumulate_gradients
 from tests.engine import toy
 
@@ -41,9 +41,7 @@ def bench():
 def gradient(bench, rows, micro):
     state = toy.train_state(bench.model)
     batch = {name: column[:rows] for name, column in bench.batches[0].items()}
-    accumulate_gradients(
-        state, split_micro_batches(make_local_batch([batch]), micro), lambda index: index
-    )
+    accumulate_gradients(state, make_local_batch(toy.cut(batch, micro)), lambda index: index)
     flat = toy.flat_gradient(bench.model)
     state.optimizer.zero_grad(set_to_none=True)
     return flat

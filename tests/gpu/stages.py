@@ -232,8 +232,8 @@ def memory(device: torch.device) -> Iterator[Case]:
     Yields:
         (name, function) of each case: the function is called without arguments, and returns a dict:
         first `rows` (global batch), `micro` (rows of the micro-batch that was found) and
-        `probe_gib` (predicted memory); then `micro_after` (micro-batch at the end), `peak_gib`, and
-        on a GPU `reserved_gib` and `total_gib`.
+        `probe_gib` (predicted memory); then `peak_gib`, and on a GPU `reserved_gib`
+        and `total_gib`.
     """
     rows = GLOBAL_BATCH_SIZE if device.type == "cuda" else TINY_GLOBAL_BATCH_SIZE
     micros: dict[str, int] = {}
@@ -252,10 +252,7 @@ def memory(device: torch.device) -> Iterator[Case]:
         micro = micros[name]
         shape = BatchShape(rows, micro, world_size=1)
         metrics = bench.train(bench.model, shape, 3).metrics
-        row = {
-            "micro_after": metrics["batch/micro"],
-            "peak_gib": metrics["memory/peak_gib"],
-        }
+        row = {"peak_gib": metrics["memory/peak_gib"]}
         if device.type == "cuda":
             row["reserved_gib"] = torch.cuda.max_memory_reserved(device) / 2**30
             row["total_gib"] = torch.cuda.mem_get_info(device)[1] / 2**30

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmray import objectives
 from mmray.config import recipes
 from mmray.engine.collectives import Group
-from mmray.engine.prefetch import make_local_batch, split_micro_batches
+from mmray.engine.prefetch import make_local_batch
 from mmray.engine.run_state import TrainState
 from mmray.engine.step import accumulate_gradients
 from mmray.models.build import build
@@ -97,7 +97,11 @@ def mmray_steps(folder: Path, image: Tensor, ids: Tensor, steps: int) -> dict[st
     }
     for _ in range(steps):
         adam.zero_grad()
-        rows = split_micro_batches(make_local_batch([batch]), len(ids) // 2)
+        halves = [
+            {name: column[part] for name, column in batch.items()}
+            for part in torch.arange(len(ids)).chunk(2)
+        ]
+        rows = make_local_batch(halves)
         accumulate_gradients(state, rows, seed_of=lambda index: index)
         adam.step()
         net.clamp_parameters()

@@ -15,11 +15,13 @@ from mmray.storage.lease import FOLDER, STALE_AFTER_S, Lease, is_live
 from mmray.storage.paths import to_path
 from tests.report.factories import line, make_run, make_sweep, trial
 
+FINAL = {"recall_at_1/mean": 0.375, "recall_at_1/image_to_text": 0.375}
 BEST = {"step": 10, "metric": "recall_at_1/mean", "score": 0.5}
 
 
 def evaluated(step, recall):
-    return line(step, **{"evaluate/recall_at_1/mean": recall, "evaluate/loss": 2.0})
+    scores = {"recall_at_1/mean": recall, "recall_at_1/image_to_text": recall, "loss": 2.0}
+    return line(step, **{f"evaluate/{name}": value for name, value in scores.items()})
 
 
 def fill(folder):
@@ -31,7 +33,7 @@ def fill(folder):
         "status": "finished",
         "steps": 20,
         "metrics": last,
-        "scores": {"recall_at_1/mean": 0.375},
+        "scores": FINAL,
         "best": BEST,
     }
     make_run(folder / "finished", result=result)
@@ -56,23 +58,25 @@ def test_rows_have_state_steps_and_scores(tmp_path):
     with Lease(tmp_path / "running"):
         rows = {row["name"]: row for row in list_runs(tmp_path)}
     got = {
-        name: [
-            row[key] for key in ("state", "steps", "loss", "metric", "last", "best", "best_step")
-        ]
+        name: [row[key] for key in ("state", "steps", "loss", "scores", "best")]
         for name, row in rows.items()
         if row["kind"] == "run"
     }
-    recall = "recall_at_1/mean"
+    of_10, of_5 = (
+        {"recall_at_1/mean": recall, "loss": 2.0, "recall_at_1/image_to_text": recall}
+        for recall in (0.125, 0.625)
+    )
     assert got == {
-        "finished": ["finished", 20, 0.25, recall, 0.375, 0.5, 10],
-        "stopped": ["stopped", 20, 0.25, recall, None, 0.5, 10],
-        "failed": ["failed", 15, 4 / 15, recall, 0.125, 0.625, 5],
-        "killed": ["unfinished", 4, 1.0, "loss", 1.75, 1.5, 3],
-        "running": ["running", 5, 0.8, recall, 0.625, 0.625, 5],
+        "finished": ["finished", 20, 0.25, FINAL, BEST],
+        "stopped": ["stopped", 20, 0.25, {}, BEST],
+        "failed": ["failed", 15, 4 / 15, of_10, None],
+        "killed": ["unfinished", 4, 1.0, {"loss": 1.75}, None],
+        "running": ["running", 5, 0.8, of_5, None],
     }
     sweep = rows["sweep"]
-    assert [sweep[key] for key in ("kind", "state", "trials", "metric", "best", "best_trial")] == [
-        *("sweep", "unfinished", 2, "samples/s", 900.0, "t002")
+    best = {"trial": "t002", "metric": "samples/s", "score": 900.0}
+    assert [sweep[key] for key in ("kind", "state", "trials", "best")] == [
+        *("sweep", "unfinished", 2, best)
     ]
 
 
@@ -100,9 +104,12 @@ def test_last_active_run_is_first_in_table_and_json(tmp_path, capfd):
         "unfinished"
     ) == 3
     lines = capfd.readouterr().out.splitlines()
-    assert lines[0].split() == ["name", "state", "steps", "loss", "last", "best", "active"]
+    assert lines[0].split() == ["name", "state", "steps", "loss", "score", "best", "active"]
     words = [" ".join(each.split()) for each in lines]
-    assert words[3] == "finished finished 20 0.250 0.375 recall_at_1 0.500 (step 10) 1h 00m ago"
+    assert words[3] == (
+        "finished finished 20 0.250 recall@1 image to text 37.5% recall_at_1/mean 0.500 (step 10) "
+        "1h 00m ago"
+    )
     assert words[4] == "sweep unfinished 2 trials - - samples/s 900.000 (t002) 2h 00m ago"
 
 
