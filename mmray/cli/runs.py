@@ -52,9 +52,8 @@ def _texts(row: dict[str, Any]) -> dict[str, str | None]:
         steps = f"{row['trials']} trials"
     else:
         steps = row["steps"] and f"{row['steps']:,}"
-    shown = [
-        pair for of_set in scores_by_set(row["scores"]).values() for pair in main_scores(of_set)
-    ]
+    sets = scores_by_set(row["scores"]).values()
+    shown = [pair for of_set in sets for pair in main_scores(of_set)]
     best = row["best"]
     if best is not None:
         of = best["trial"] if "trial" in best else f"step {best['step']:,}"

@@ -71,7 +71,7 @@ def _summarize(folder: AnyPath) -> dict[str, Any] | None:
 
 
 def _run_row(folder: AnyPath) -> dict[str, Any]:
-    """Return kind, state, steps, last loss and scores, and the best score of a run that has ended."""
+    """Return kind, state, steps, last loss and scores, and the best score once the run ended."""
     run = RunRecord(folder)
     if run.status in ("finished", "stopped"):  # metrics.jsonl, which may be large, is not needed
         steps = run.result.get("steps")
