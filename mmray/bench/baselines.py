@@ -49,10 +49,6 @@ def rows_per_s(consumers: Sequence[Sequence[Arrival]]) -> float:
 
     The rate of a consumer is measured from its first arrival after the WARMUP_ARRIVALS (6) of the
     warm-up to its last one; with fewer than 8 arrivals between the last two, and with one it is 0.
-
-    Args:
-        consumers: For each consumer its Arrivals in order of time, at least one, each with `at_s`
-            (seconds since the epoch) and `rows` (number of rows of a block).
     """
     total = 0.0
     for arrivals in consumers:

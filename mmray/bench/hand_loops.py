@@ -70,11 +70,7 @@ def train_by_hand(
 
 
 def baseline_loss(outputs: dict[str, Tensor]) -> Tensor:
-    """Return the CLIP (softmax contrastive) loss, the mean over the rows and both directions.
-
-    Args:
-        outputs: `image_embed` and `text_embed` float [B, D], and `logit_scale` (scalar).
-    """
+    """Return the CLIP (softmax contrastive) loss, the mean over the rows and both directions."""
     logits = outputs["logit_scale"] * outputs["image_embed"] @ outputs["text_embed"].T
     targets = torch.arange(len(logits), device=logits.device)
     return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2

@@ -251,12 +251,7 @@ def prepare_in(source: str, cache: Path, settings: Prepare) -> PreparedSet:
 
 
 def format_needs(rates: Mapping[str, float], gpu_rate: float, actors: int) -> list[str]:
-    """Return how many decode actors a device needs.
-
-    Args:
-        rates: Images/s of `stream original` and `stream prepared`.
-        actors: Decode actors of the measured stream.
-    """
+    """Return how many decode actors a device needs."""
     lines = []
     for name in ("original", "prepared"):
         needed = math.ceil(gpu_rate / (rates[f"stream {name}"] / actors))

@@ -103,13 +103,6 @@ def sample_rows(prepared: PreparedSet, num: int) -> Iterator[tuple[bytes, str]]:
 def write_files(items: Iterable[tuple[bytes, str]], folder: Path) -> Path:
     """Write image files and then captions.jsonl, a line {image: name of the file, text: caption}
     for each, into a folder; without effect if it is complete.
-
-    Args:
-        items: Encoded bytes and caption of each image.
-        folder: The folder, which is created.
-
-    Returns:
-        The same folder.
     """
     if not (folder / CAPTIONS).exists():
         folder.mkdir(parents=True, exist_ok=True)

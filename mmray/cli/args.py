@@ -65,12 +65,7 @@ class Command:
         return self.run(console, **self.parse(argv)) or 0
 
     def parse(self, argv: Sequence[str], **defaults: Any) -> dict[str, Any]:
-        """Return the arguments by name; `defaults` replace those of the functions.
-
-        Raises:
-            SystemExit: --help is given, or an argument is invalid.
-            UsageError: the file of --json cannot be written.
-        """
+        """Return the arguments by name; `defaults` replace those of the functions."""
         return parse_args(self.parameters(**defaults), argv, f"mmray {self.__name__}")
 
     def parameters(self, **defaults: Any) -> Callable[..., dict[str, Any]]:
@@ -145,15 +140,7 @@ def _parse_bool(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[bool] | Non
 
 
 def split_args(argv: Sequence[str]) -> tuple[str, list[str], bool]:
-    """Split the arguments of a command that takes a recipe, such as `clip --train.steps 10`.
-
-    Args:
-        argv: arguments after the command. The first is the recipe if it does not start with `-`.
-
-    Returns:
-        The recipe (a name or a YAML file; `sample` if none is given), the flags with their values
-        and without `--print-config`, and whether `--print-config` is given.
-    """
+    """Split the arguments of a command that takes a recipe, such as `clip --train.steps 10`."""
     flags = list(argv)
     name = "sample"
     if flags and not flags[0].startswith("-"):
@@ -163,15 +150,7 @@ def split_args(argv: Sequence[str]) -> tuple[str, list[str], bool]:
 
 
 def flag_values(flag: str, words: Sequence[str]) -> list[str]:
-    """Return the values of one flag before the flags are parsed.
-
-    Args:
-        flag: the flag, such as `--model.kind`.
-        words: all arguments, in which it is written `--model.kind clip` or `--model.kind=clip`.
-
-    Returns:
-        Its values in the order of the arguments; empty if the flag is not given.
-    """
+    """Return the values of one flag before the flags are parsed."""
     values = []
     for word, following in zip_longest(words, words[1:], fillvalue=""):
         name, equals, value = word.partition("=")
@@ -260,22 +239,7 @@ def parse_args(
     default: Parsed | None = None,
     description: str | None = None,
 ) -> Parsed:
-    """Parse the arguments of a command with tyro.
-
-    Args:
-        command: dataclass, section of settings or function, with the arguments as its fields.
-        words: the arguments after the command.
-        prog: the command, such as `mmray train`, for messages.
-        default: defaults of the arguments; None: the defaults of the class.
-        description: text of --help; None: the docstring of the class.
-
-    Returns:
-        An object of the class.
-
-    Raises:
-        SystemExit: --help is given, or an argument is invalid.
-        UsageError: the file of --json cannot be written.
-    """
+    """Parse the arguments of a command with tyro."""
     defaults: dict[str, Any] = {} if default is None else {"default": default}
     parsed = tyro.cli(
         command,
@@ -313,12 +277,7 @@ def _check_writable(file: Path) -> None:
 
 
 def write_json(file: str | None, value: dict[str, Any]) -> None:
-    """Write an object as indented JSON to the file of --json.
-
-    Args:
-        file: path of the file, which is replaced; None: --json is not given, nothing is written.
-        value: the object, a dict of JSON values.
-    """
+    """Write an object as indented JSON to the file of --json."""
     if file is not None:
         Path(file).write_text(json.dumps(value, indent=2) + "\n")
 
@@ -332,20 +291,7 @@ def show_rows(
     shown: Callable[[dict[str, Any]], dict[str, Any]],
     empty: str,
 ) -> None:
-    """Print a list as a table, or as JSON if the file of --json is `-`.
-
-    Args:
-        rows: The rows, dicts of JSON values by name of the column.
-        name: What they are, such as `jobs`, the only key of the JSON object.
-        json_file: Local path of a JSON file; `-`: print JSON instead of the table; None: only the
-            table.
-        console: Receives the table.
-        columns: (title, format) of each column by name; the format is Python's, such as `,.3f`, or
-            empty for text.
-        shown: Called with a row; returns a dict of texts by column, which replace its values in the
-            table.
-        empty: Printed if there are no rows.
-    """
+    """Print a list as a table, or as JSON if the file of --json is `-`."""
     if json_file == "-":
         console.print_raw(json.dumps({name: rows}, indent=2))
         return

@@ -17,18 +17,7 @@ from mmray.errors import UsageError, require_positive, suggest
 
 
 def bench(argv: Sequence[str], console: ConsoleReporter) -> int:
-    """Run a benchmark of the training step or the loader, and print its rates.
-
-    Args:
-        argv: `step` or `loader`, and its arguments.
-        console: receives messages, progress and the table.
-
-    Returns:
-        Exit status 0.
-
-    Raises:
-        UsageError: the benchmark is unknown or an argument is invalid.
-    """
+    """Run a benchmark of the training step or the loader, and print its rates."""
     what, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     if what in ("-h", "--help"):
         for name, each in BENCHES.items():

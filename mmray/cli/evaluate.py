@@ -24,18 +24,7 @@ DEFAULTS = EvalSettings()
 
 
 def evaluate(argv: Sequence[str], console: ConsoleReporter) -> int:
-    """Evaluate a checkpoint of a run, or pretrained weights, on held-out rows; print the metrics.
-
-    Args:
-        argv: arguments after the command, such as `["runs/clip", "--split", "test"]`.
-        console: receives messages, progress and tables.
-
-    Returns:
-        Exit status 0.
-
-    Raises:
-        MmrayError: an argument is invalid or the evaluation failed; has the exit status.
-    """
+    """Evaluate a checkpoint of a run, or pretrained weights; print the metrics."""
     if weights := flag_values("--weights", argv):
         from mmray.training.evaluate_export import pretrained_config
 

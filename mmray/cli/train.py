@@ -18,16 +18,6 @@ def train(argv: Sequence[str], console: ConsoleReporter) -> int:
     """Train a recipe with some settings changed, or resume its run, and print the scores.
 
     With --print-config it prints the settings as YAML instead.
-
-    Args:
-        argv: arguments after the command, such as `["clip", "--train.steps", "10"]`.
-        console: receives messages and progress.
-
-    Returns:
-        Exit status: 0, or 130 if the run was stopped.
-
-    Raises:
-        MmrayError: an argument is invalid or the run failed; has the exit status.
     """
     config, print_config = parse_config(argv, "train")
     if print_config:

@@ -42,16 +42,6 @@ SPACE = "SETTING=V1,V2,... or =uniform(LOW,HIGH) or =loguniform(LOW,HIGH); defau
 def tune(argv: Sequence[str], console: ConsoleReporter) -> int:
     """Find the fastest micro-batch, or compare settings in trials (short runs), and print the best
     one.
-
-    Args:
-        argv: arguments after the command, such as `["clip", "--goal", "loss"]`.
-        console: receives messages and progress.
-
-    Returns:
-        Exit status: 0, or 130 if the sweep was stopped by the user.
-
-    Raises:
-        MmrayError: an argument is invalid or no trial could be ranked; has the exit status.
     """
     name, rest, print_config = split_args(argv)
     recipe = load_recipe(name, rest)

@@ -79,9 +79,6 @@ class Config(Section):
     def without_overridden_length_and_batch(self, given: Collection[str]) -> Config:
         """Return a copy without the length, the settings of the batch and the weights that would
         contradict the settings that are set next.
-
-        Args:
-            given: Names of the settings that are set next, such as `train.steps`.
         """
         train = self.train
         if any(name in LENGTHS for name in given):

@@ -177,14 +177,7 @@ class Model(Section, settings_prefix="model"):
         return self.objectives
 
     def with_vocab(self, vocab_size: int, pad_id: int | None) -> Self:
-        """Return the section with the vocabulary size of a tokenizer, unless the config sets it.
-
-        Args:
-            pad_id: Id of its padding token, None if it has none; only some kinds use it.
-
-        Raises:
-            UsageError: `vocab_size` of the config is smaller than the vocabulary of the tokenizer.
-        """
+        """Return the section with the vocabulary size of a tokenizer, unless the config sets it."""
         if 0 < self.vocab_size < vocab_size:
             raise UsageError(
                 f"model.vocab_size: {self.vocab_size} embedding rows are too few for a tokenizer "

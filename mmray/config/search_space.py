@@ -205,11 +205,7 @@ def override_settings(base: Config, settings: dict[str, Any]) -> Config:
 
 
 def setting_value(config: Config, key: str) -> Any:
-    """Return the value of a setting such as `optimizer.lr` as JSON data.
-
-    Raises:
-        KeyError: There is no such setting.
-    """
+    """Return the value of a setting such as `optimizer.lr` as JSON data."""
     value: Any = config.to_json()
     for part in key.split("."):
         value = value[part]

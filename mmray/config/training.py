@@ -64,9 +64,6 @@ class Batch(Section, settings_prefix="batch"):
         - `global` if `micro` and `accumulation` are given without it;
         - `micro` and `accumulation` if `tokens` is given without them;
         - a `micro` of `auto` if `accumulation` is given without `micro`.
-
-        Args:
-            given: Names of the settings that are set next, such as `batch.micro`.
         """
         names = {name.removeprefix("batch.") for name in given if name.startswith("batch.")}
         if {"micro", "accumulation"} <= names and "global" not in names:
@@ -257,12 +254,7 @@ class EvalSettings(Section, settings_prefix="evaluate"):
     )
 
     def with_prompts(self, name: str) -> Self:
-        """Return the settings with the texts of all prompts.
-
-        Args:
-            name: Set of prompts to use, such as `imagenet`; "": `prompts`, in which names of sets
-                are replaced by their texts.
-        """
+        """Return the settings with the texts of all prompts."""
         return self.replace(prompts=expand_prompts((name,) if name else self.prompts))
 
     @field_validator("prompts")
@@ -289,11 +281,6 @@ class Evaluate(EvalSettings):
     every: int = Field(0, ge=0, description="Steps between evaluations; 0: only at the end.")
 
     def outside_run(self, data: str | None) -> EvalSettings:
-        """Return the settings of an evaluation by `mmray evaluate`, which has no `every`.
-
-        Args:
-            data: The set to evaluate on, of which `limit` does not leave out rows; None: the
-                held-out rows of the run.
-        """
+        """Return the settings of an evaluation by `mmray evaluate`, which has no `every`."""
         values = {name: getattr(self, name) for name in EvalSettings.model_fields}
         return EvalSettings(**values | ({} if data is None else {"limit": None}))

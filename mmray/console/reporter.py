@@ -68,22 +68,13 @@ class ConsoleReporter:
         self._first_step: tuple[float, int] | None = None  # (seconds, step) of the first line
 
     def log(self, text: str, label: str = "") -> None:
-        """Print a message; paths below the working directory are shortened.
-
-        Args:
-            text: the message.
-            label: a word before it, such as `data`.
-        """
+        """Print a message; paths below the working directory are shortened."""
         text = relative_paths(text)
         labeled = Text.assemble((f"{label:<10} ", "bold"), text) if label else Text(text)
         self.console.print(labeled)
 
     def print(self, *renderables: RenderableType) -> None:
-        """Print tables or texts.
-
-        Args:
-            renderables: objects that rich can print, such as a `rich.table.Table` or a string.
-        """
+        """Print tables or texts."""
         self.console.print(*renderables)
 
     def print_raw(self, text: str) -> None:
@@ -140,11 +131,7 @@ class ConsoleReporter:
             self.phase(title)
 
     def phase(self, title: str) -> None:
-        """Show an activity that interrupts the current one, such as an evaluation; the bar is kept.
-
-        Args:
-            title: the activity; a log gets it as a line with the seconds of the command so far.
-        """
+        """Show an activity that interrupts the current one, such as an evaluation; keep the bar."""
         if self._display is not None:
             self._display.update(self._task, description=title)
         elif not self.is_live:
@@ -182,12 +169,7 @@ class ConsoleReporter:
             self.console.print(f"{label} {count}  {details}".rstrip())
 
     def prepare_progress(self, progress: PrepareProgress) -> None:
-        """Show how many rows (or prompts) a stage of `prepare`, or an evaluation, has processed.
-
-        Args:
-            progress: a PrepareProgress: `stage` (such as `pack`), `done_rows`, `total_rows` (0:
-                unknown), `bad_rows`, `is_estimate` and `unit`.
-        """
+        """Show how many rows (or prompts) a stage of `prepare`, or an evaluation, has processed."""
         details = f"{progress.bad_rows:,} quarantined" if progress.bad_rows else ""
         if progress.is_estimate:
             details += " (total estimated)"
@@ -216,14 +198,7 @@ class ConsoleReporter:
         self.set_progress(metrics["step"], total_steps, "  ".join(parts), "step")
 
     def trial(self, row: TrialRow, num_rungs: int) -> None:
-        """Print a line about a trial of a sweep that reached a rung or ended.
-
-        With a live table, which has all trials, only failures are printed.
-
-        Args:
-            row: settings, status and measurements of the trial, a row of trials.jsonl.
-            num_rungs: number of rungs of the sweep.
-        """
+        """Print a line about a trial of a sweep that reached a rung or ended."""
         self.log(trial_line(row, num_rungs), row.trial)
 
     def _start_bar(self, title: str) -> None:
@@ -243,15 +218,7 @@ class ConsoleReporter:
                 self.log(f"step {metrics['step']:,}: {prefix}{', '.join(texts)}", "evaluation")
 
     def _seconds_left(self, done: int, total: int) -> float | None:
-        """Estimate the remaining time from the rate since the first line, which excludes warm-up.
-
-        Args:
-            done: steps so far.
-            total: steps of the run.
-
-        Returns:
-            Seconds; None at the first line after a start.
-        """
+        """Estimate the remaining time from the rate since the first line, without warm-up."""
         now = time.monotonic()
         if self._first_step is None or done <= self._first_step[1]:
             self._first_step = (now, done)

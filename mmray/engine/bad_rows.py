@@ -107,10 +107,6 @@ def append_bad_row(file: AnyPath, line: bytes) -> None:
 
     An object cannot be appended to. On a store the line is written as an object of its own, until
     `merge_bad_rows` merges these objects.
-
-    Args:
-        line: The line without its line feed: a JSON object in UTF-8, as `quarantine_bad_rows`
-            describes it.
     """
     if isinstance(file, RemotePath):
         name = f"{time.time_ns():020}-{uuid.uuid4().hex[:8]}"

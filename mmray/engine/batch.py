@@ -67,9 +67,6 @@ class BatchShape:
         """Return the shape with another micro-batch size, which is not searched (`auto` is False).
 
         If micro-batches are limited by tokens (`micro_tokens`), this limit changes in proportion.
-
-        Args:
-            size: Rows of a micro-batch; limited to the rows of a rank.
         """
         if self.micro_tokens is not None:
             tokens = self.micro_tokens * size // self.micro_batch_size
@@ -220,11 +217,7 @@ def _resolve_by_tokens(batch: Batch, world_size: int, max_row_tokens: int) -> Ba
 
 
 def total_steps(train: Train, num_rows: int, global_batch_size: int) -> int:
-    """Return the number of optimizer steps of a run: the fewest that cover its samples or epochs.
-
-    Args:
-        train: The `train` section: `steps`, `samples` or `epochs`; one epoch by default.
-    """
+    """Return the steps of a run: the fewest that cover its samples or epochs."""
     if train.steps is not None:
         return train.steps
     samples = train.samples or round((train.epochs or 1.0) * num_rows)

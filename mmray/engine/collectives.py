@@ -55,9 +55,6 @@ class Group:
     def current(cls, device: torch.device | str = "cpu", timeout_s: float | None = None) -> Group:
         """Return the default process group of torch.distributed; a group of this process alone if
         it is not initialized.
-
-        Args:
-            timeout_s: Timeout of its collectives from now on, in seconds; None: unchanged.
         """
         if not dist.is_initialized():
             return cls(device=torch.device(device))
@@ -190,12 +187,7 @@ class Group:
             dist.barrier()
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's value in rank order.
-
-        Args:
-            value: Anything that can be pickled; meant for rare, small values such as error
-                messages.
-        """
+        """Return every rank's value in rank order."""
         if self.world_size == 1:
             return [value]
         values = [None] * self.world_size
@@ -204,11 +196,7 @@ class Group:
 
     @staticmethod
     def new_cpu_group(timeout_s: float) -> Any:
-        """Create a second gloo group of all ranks, for collectives of another thread.
-
-        Args:
-            timeout_s: Timeout of its collectives in seconds.
-        """
+        """Create a second gloo group of all ranks, for collectives of another thread."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def broadcast_object(self, value: Any) -> Any:
@@ -240,13 +228,7 @@ class Group:
 
 
 def join_process_group(backend: str, timeout_s: float, ip: str = LOOPBACK, **where: Any) -> None:
-    """Join the process group of torch.distributed.
-
-    Args:
-        timeout_s: Timeout of collectives, which neither gloo nor NCCL has by default.
-        ip: Address of the network interface of this process.
-        where: Options of init_process_group; without any the environment variables of torchrun.
-    """
+    """Join the process group of torch.distributed."""
     # torch 2.14 renamed collectives whose old names torch 2.11 needs.
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     set_network_interface(ip)

@@ -65,10 +65,6 @@ class HeartbeatState:
     def state(self, name: str) -> Iterator[None]:
         """Context manager that sets the state that heartbeats report, and restores the previous one
         at its end.
-
-        Args:
-            name: `starting`, `first_step`, `training`, `waiting_for_data`, `evaluating` or
-                `saving`.
         """
         previous = self._state
         self.set_state(name)
@@ -83,16 +79,7 @@ class HeartbeatState:
 
 
 def describe_process(rank: int, node: str, host: str) -> dict[str, Any]:
-    """Return what identifies the process of a rank, for its heartbeats.
-
-    Args:
-        node: ID of the node.
-        host: Name of the node for messages.
-
-    Returns:
-        `rank`, `node`, `host`, `pid` and `started_s`, the start of the process in seconds since the
-        epoch.
-    """
+    """Return what identifies the process of a rank, for its heartbeats."""
     started_s = psutil.Process().create_time()
     return {
         "rank": rank,
@@ -135,11 +122,7 @@ class Heartbeat(HeartbeatState):
         self._ended = threading.Event()
 
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
-        """Record a finished step; the state is then `training`.
-
-        Args:
-            step: Number of the step, counted from 1.
-        """
+        """Record a finished step; the state is then `training`."""
         self._step = step
         self.set_state("training")
 

@@ -190,15 +190,7 @@ class MemoryProbe:
         self._problem = ""  # the last error of the device
 
     def try_given_size(self) -> tuple[int, int]:
-        """Take a synthetic step with the configured micro-batch size, which is not searched.
-
-        Returns:
-            The micro-batch size in rows, and the bytes that its activations need on this rank.
-
-        Raises:
-            OutOfMemoryError: It does not fit on every rank; then the driver restarts the workers
-                with half of it, unless it is one row.
-        """
+        """Take a synthetic step with the configured micro-batch size, which is not searched."""
         size = self._batch_shape.micro_batch_size
         activations = self.try_step(size, min(2 * size, self._rows))
         if self._on_all_ranks(activations is not None):

@@ -259,11 +259,7 @@ def _hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Set the learning rate for the next step, times the multiplier of each parameter group.
-
-    Args:
-        optimizer: The optimizer; a group without `lr_scale` has the multiplier 1.
-    """
+    """Set the learning rate for the next step, times the multiplier of each parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get(LR_SCALE, 1.0)
 
@@ -302,11 +298,7 @@ def grad_norm(weights: list[nn.Parameter]) -> Tensor:
 
 
 def clip_gradients(weights: list[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients down in place, so that their norm is at most `max_norm`.
-
-    Args:
-        norm: L2 norm of all their gradients, a scalar tensor.
-    """
+    """Scale the gradients down in place, so that their norm is at most `max_norm`."""
     for part in _by_tensor_type(weights):
         clip_grads_with_norm_(part, max_norm, norm)
 
@@ -462,11 +454,7 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load what `state_dict` returned, without the buffers.
-
-        Args:
-            state: Tensors by name; those of a sharded model are sharded alike.
-        """
+        """Load what `state_dict` returned, without the buffers."""
         self.num_updates = int(state["n_averaged"])
         for name, average in self._averages.items():
             to_local(average).copy_(to_local(state[f"module.{name}"]))

@@ -50,16 +50,7 @@ class Precision:
 
 
 def select_precision(setting: str, device: torch.device) -> Precision:
-    """Resolve the setting `train.precision` for a device.
-
-    Args:
-        setting: `fp32`, `bf16`, `fp16`, or `auto`: bf16 on GPUs that support it, fp16 on older
-            ones, fp32 on a CPU.
-
-    Returns:
-        A Precision: `name` (`fp32`, `bf16` or `fp16`), `dtype` of autocast (None for fp32) and
-        `device_type` (`cuda` or `cpu`).
-    """
+    """Resolve the setting `train.precision` for a device."""
     name = device_defaults(capability_of(device)).precision if setting == "auto" else setting
     return Precision(name, DTYPES[name], device.type)
 
@@ -76,11 +67,7 @@ def micro_seed(seed: int, step: int, rank: int, micro_index: int) -> int:
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
-    """Seed torch's random number generators.
-
-    Args:
-        deterministic: Also restrict torch to deterministic algorithms.
-    """
+    """Seed torch's random number generators."""
     torch.manual_seed(seed)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -255,9 +255,6 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> CheckpointState:
     `get_optimizer_state_dict` of torch.distributed.checkpoint is not used: it takes a step of an
     optimizer that has no state yet, and loads nothing into one whose gradients exist already, as
     DDP's do here.
-
-    Args:
-        module: The model, not wrapped; it may be sharded.
     """
     names = _trainable_names(module, optimizer)
     state = optimizer.state_dict()
@@ -274,13 +271,6 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Checkpo
 
     Weight decay, betas and epsilon are taken from the optimizer, not from the state, because a
     trial of a sweep may resume with other values.
-
-    Args:
-        module: The model, not wrapped; it may be sharded.
-
-    Raises:
-        ValueError: The number of parameter groups differs.
-        KeyError: The state has a parameter that the optimizer lacks.
     """
     index_of = {name: index for index, name in enumerate(_trainable_names(module, optimizer))}
     pairs = zip(state["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
@@ -323,11 +313,7 @@ def load_destinations(module: nn.Module) -> DestinationFn:
 
 
 def tensor_key(*path: str) -> str:
-    """Return the key of a tensor in a checkpoint, such as `model/log_scale`.
-
-    Args:
-        path: Keys of the nested dicts from the state to the tensor; special characters are quoted.
-    """
+    """Return the key of a tensor in a checkpoint, such as `model/log_scale`."""
     return "/".join(quote(part, safe=" ") for part in path)
 
 

@@ -51,12 +51,7 @@ class StepResult:
 def optimizer_step(
     state: TrainState, batch: LocalBatch, seed_of: SeedFn, stop: bool = False
 ) -> StepResult:
-    """Take one step: forward and backward of all micro-batches, then the update.
-
-    Args:
-        state: The weights change.
-        batch: This rank's micro-batches of the step; every rank has equally many.
-    """
+    """Take one step: forward and backward of all micro-batches, then the update."""
     return apply_update(state, accumulate_gradients(state, batch, seed_of, stop))
 
 
@@ -144,11 +139,6 @@ def forward_micro_batch(
 ) -> Outputs:
     """Run the model on one micro-batch, with autocast, and return its outputs by name: tensors [B,
     ...] such as `image_embed`, or scalars such as `logit_scale`.
-
-    Args:
-        micro_batch: Tensors [B, ...] by column, on the device of the model.
-        is_dummy: Whether its only row is invalid (padding or unreadable), kept because every rank
-            must run the forward; running statistics of BatchNorm are then unchanged.
     """
     statistics = preserve_buffers(state.module) if is_dummy else nullcontext()
     random_numbers = fork_seeded_rng(seed, state.group.device)

@@ -80,11 +80,7 @@ class DriverHandle:
         self.report({"stage": title})
 
     def phase(self, title: str) -> None:
-        """Report work of all ranks between two steps that takes long.
-
-        Args:
-            title: Any text; here `evaluating` or `saving the last checkpoint`.
-        """
+        """Report work of all ranks between two steps that takes long."""
         self.report({"phase": title})
 
 
@@ -111,14 +107,6 @@ class ProgressReporter:
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
         """Send a logged line to the driver, and the duration of a save of a checkpoint that has
         ended.
-
-        Args:
-            step: Number of the step, counted from 1.
-            metrics: The line of the step in metrics.jsonl: `step` and values by name, such as
-                `train/loss`; None if the step was not logged.
-
-        Raises:
-            TrainingError: A save found that another process has taken over the run.
         """
         if not self._is_training:
             self._is_training = True
@@ -132,17 +120,7 @@ class ProgressReporter:
 
 
 def result_fields(metrics: dict[str, Any], **outcome: Any) -> dict[str, Any]:
-    """Return the fields of result.json.
-
-    Args:
-        metrics: The last logged line, a flat dict of values by name; those that start with
-            `evaluate/` are scores.
-        outcome: Further fields: `status`, `steps`, `rows_consumed` and `skipped_steps`.
-
-    Returns:
-        The fields of `outcome`; `metrics`: all values, with `evaluate/` removed from their names;
-        and `scores`: only the values whose names started with `evaluate/`.
-    """
+    """Return the fields of result.json."""
     prefix = "evaluate/"
     scores = {
         name.removeprefix(prefix): value

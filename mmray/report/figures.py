@@ -118,7 +118,7 @@ def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
         figures["speed" if is_speed else "learning"] += _step_chart(run, name, title, curves, yaxis)
     for name, prefix in prefixes.items():
         title = f"{f'{name}: recall' if name else 'Recall'}@1 and zero-shot accuracy over the run"
-        chart_name = f"recall-{name}" if name else "recall"
+        chart_name = f"scores-{name}" if name else "scores"
         curves = _score_curves(prefix)
         figures["recall"] += _step_chart(run, chart_name, title, curves, PERCENT, 320)
     return figures

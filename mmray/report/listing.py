@@ -22,19 +22,7 @@ THREADS = 16  # folders read at once: an object store needs about ten requests p
 
 
 def list_runs(folder: AnyPath) -> list[dict[str, Any]]:
-    """Summarize the runs and sweeps directly in a folder, the last active first.
-
-    Returns:
-        A dict per run: `kind` (`run`), `name`, `state` (`running`, `finished`, `stopped`, `failed`
-        or `unfinished`), `steps`, `loss` (last training loss), `metric` (name of the score), `last`
-        and `best` (scores), `best_step`, and `age_s` (seconds since the last activity). A dict per
-        sweep: `kind` (`sweep`), `name`, `state` (as of a run, or `budget`: it is spent), `trials`
-        (count), `metric`, `best`, `best_trial` and `age_s`. Unknown values are None. Other folders
-        are omitted.
-
-    Raises:
-        UsageError: The folder cannot be listed.
-    """
+    """Summarize the runs and sweeps directly in a folder, the last active first."""
     try:
         children: list[AnyPath] = list(folder.iterdir())
     except OSError as error:

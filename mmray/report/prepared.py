@@ -171,12 +171,6 @@ def statistics_rows(prepared: PreparedSet, draw: np.random.Generator) -> np.ndar
     """Return the numbers of the rows of which statistics are computed.
 
     They are random groups of 8 adjacent rows, which one request to an object store reads.
-
-    Args:
-        prepared: The set; of at most MAX_ROWS (10,000) rows and MAX_BYTES (512 MiB) all are taken.
-
-    Returns:
-        Sorted row numbers, int64.
     """
     total = prepared.num_rows
     mean_bytes = max(1.0, prepared.num_bytes / max(1, total))

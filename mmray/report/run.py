@@ -36,12 +36,7 @@ class RunRecord:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Content of config.yaml, {section: {field: value}}.
-
-        Raises:
-            FileNotFoundError: There is no config.yaml.
-            yaml.YAMLError: It is not valid YAML.
-        """
+        """Content of config.yaml, {section: {field: value}}."""
         return yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8")) or {}
 
     @cached_property
@@ -96,12 +91,7 @@ class RunRecord:
         return str(self.result.get("status", "unfinished"))
 
     def series(self, name: str) -> tuple[list[int], list[float | None]]:
-        """Return a metric over the steps of the run.
-
-        Returns:
-            The steps at which it was logged, and its values, both of one length. A value that was
-            NaN or infinite is None.
-        """
+        """Return a metric over the steps of the run."""
         lines = [line for line in self.lines if name in line]
         return [line["step"] for line in lines], [line[name] for line in lines]
 
@@ -158,12 +148,7 @@ def read_lines(file: AnyPath) -> Iterator[Line]:
 
 
 def format_number(value: float | None, digits: int | None = 3) -> str:
-    """Format a number for a page.
-
-    Args:
-        value: The number; None, NaN and infinity are shown as a dash.
-        digits: Digits after the point; None: about three significant digits.
-    """
+    """Format a number for a page."""
     if value is None or not math.isfinite(value):
         return "–"
     return format_compact(value) if digits is None else f"{value:,.{digits}f}"

@@ -41,14 +41,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 def dataset_names(trained_on: str) -> str:
-    """Shorten the value of `data.train` to names of sets.
-
-    Args:
-        trained_on: A set or a mixture, such as `prepared/a + 2 * s3://bucket/b`.
-
-    Returns:
-        The mixture with the last part of each path, such as `a + 2 * b`.
-    """
+    """Shorten the value of `data.train` to names of sets."""
     return str(Mixture.parse(trained_on).rename(lambda path: path.rstrip("/").rpartition("/")[2]))
 
 
@@ -70,15 +63,7 @@ def find_limit(run: RunRecord) -> str:
 
 
 def settings_table(config: dict[str, Any]) -> list[dict[str, str]]:
-    """Compare the settings of a run with those of its recipe.
-
-    Args:
-        config: Content of config.yaml: {section: {field: value}} and `recipe`.
-
-    Returns:
-        A dict per setting: `name` (such as `optimizer.lr`), and the texts `value` and `recipe` (""
-        if the recipe has no such setting).
-    """
+    """Compare the settings of a run with those of its recipe."""
     recipe = flatten(RECIPES.get(str(config.get("recipe")), Config)().to_json())
     recipe = {name: format_setting(value) for name, value in recipe.items()}
     return [

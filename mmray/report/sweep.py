@@ -31,11 +31,7 @@ class Column(NamedTuple):
     scale: float = 1.0
 
     def text(self, row: TrialRow) -> str:
-        """Return the cell of a trial in this column; a value that was not measured is a dash.
-
-        Args:
-            row: Settings, status and measurements of the trial, a row of trials.jsonl.
-        """
+        """Return the cell of a trial in this column; a value that was not measured is a dash."""
         if self.field in row.settings:
             return format_setting(row.settings[self.field])
         value = getattr(row, self.field, None)
@@ -155,9 +151,6 @@ class SweepRecord:
     def trial(self, name: str) -> TrialRow | None:
         """Return the row of trials.jsonl (settings, status, measurements) of a trial; None if there
         is none.
-
-        Args:
-            name: Name of the trial, such as `t001`.
         """
         return next((row for row in self.trials if row.trial == name), None)
 
@@ -216,11 +209,7 @@ class SweepRecord:
         return f"{', '.join(texts[:-1])} and {texts[-1]}" if len(texts) > 1 else texts[0]
 
     def report_link(self, row: TrialRow) -> str | None:
-        """Return the path of a trial's report.html relative to the sweep folder, for a link.
-
-        Returns:
-            The path; None if the trial has no report, or its run is outside the sweep folder.
-        """
+        """Return the path of a trial's report.html relative to the sweep folder, for a link."""
         page = f"{row.run}/report.html"
         if row.run is None or ".." in page or page.startswith("/"):
             return None

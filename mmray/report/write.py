@@ -44,18 +44,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
-    """Write the report of a run or a sweep.
-
-    Args:
-        folder: The folder of the run or the sweep.
-        out: The HTML file; default: `report.html` in the folder.
-
-    Returns:
-        The file.
-
-    Raises:
-        UsageError: The folder has neither a run nor a sweep.
-    """
+    """Write the report of a run or a sweep."""
     folder = to_path(folder)
     out = to_path(out or folder / REPORT)
     check_kept("--out", out)

@@ -79,11 +79,7 @@ def latest_valid_checkpoint(
 
 
 def latest_complete_step(folder: AnyPath) -> int:
-    """Return the step of the newest complete checkpoint, without verifying it.
-
-    Returns:
-        The step; 0 if there is no checkpoint, or if the storage fails.
-    """
+    """Return the step of the newest complete checkpoint, unverified; 0 without one."""
     with suppress(StorageError):
         return max(map(step_of, _step_folders(folder, complete=True)), default=0)
     return 0
@@ -104,11 +100,7 @@ def list_checkpoint_names(folder: AnyPath) -> list[str]:
 
 
 def step_of(path: AnyPath) -> int:
-    """Return the step in the name of a checkpoint's folder.
-
-    Args:
-        path: Folder of the checkpoint, such as `checkpoints/step-100`, for which 100 is returned.
-    """
+    """Return the step in the name of a checkpoint's folder."""
     return int(path.name.removeprefix("step-"))
 
 
@@ -168,12 +160,6 @@ def discard(path: AnyPath) -> None:
     """Delete a checkpoint.
 
     The checksums are deleted first, so an interrupted deletion leaves an incomplete checkpoint.
-
-    Args:
-        path: Folder of the checkpoint; it need not exist.
-
-    Raises:
-        OSError: It cannot be deleted.
     """
     (path / SUMS).unlink(missing_ok=True)
     remove_tree(path)
@@ -236,21 +222,12 @@ def verify(path: AnyPath, checksums: bool = True) -> str | None:
 
 
 def tensor_file_names(num_shards: int) -> tuple[str, ...]:
-    """Return the names of a checkpoint's tensor files by rank, such as `shard-1-of-2.safetensors`.
-
-    Args:
-        num_shards: Number of files: 1, or under FSDP the number of ranks.
-    """
+    """Return the names of the tensor files by rank, such as `shard-1-of-2.safetensors`."""
     return tuple(f"shard-{rank + 1}-of-{num_shards}.safetensors" for rank in range(num_shards))
 
 
 def num_tensor_files(path: AnyPath) -> int:
-    """Return the number of tensor files of a checkpoint, one for each rank that wrote tensors.
-
-    Raises:
-        TrainingError: Its SHA256SUMS does not exist.
-        StorageError: The storage cannot be read.
-    """
+    """Return the number of tensor files of a checkpoint, one for each rank that wrote tensors."""
     with as_user_error(path / SUMS):
         return sum(name.endswith(".safetensors") for name in read_checksums(path))
 
@@ -277,11 +254,7 @@ def write_checksums(path: Path, names: tuple[str, ...], others: dict[str, str]) 
 
 
 def read_checksums(path: AnyPath) -> dict[str, str]:
-    """Return the hexadecimal SHA-256 by file name in SHA256SUMS, without malformed lines.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """Return the hexadecimal SHA-256 by file name in SHA256SUMS, without malformed lines."""
     lines = (path / SUMS).read_text(errors="replace").splitlines()
     pairs = [line.partition("  ") for line in lines]
     return {name: digest for digest, _, name in pairs if len(digest) == 64}
@@ -334,27 +307,14 @@ def load_meta(path: AnyPath) -> dict[str, Any]:
 
 
 def read_json(file: AnyPath) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        TrainingError: The file does not exist or is no JSON.
-        StorageError: The storage cannot be read.
-    """
+    """Return the JSON object in a file."""
     with as_user_error(file), local_copy(file) as local:
         return json.loads(local.read_bytes())
 
 
 @contextmanager
 def as_user_error(file: AnyPath) -> Iterator[None]:
-    """Context manager that turns an error of reading a file into an error with advice.
-
-    Args:
-        file: The file that is read inside, for the message.
-
-    Raises:
-        StorageError: An OSError other than a missing file occurred, so the storage may recover.
-        TrainingError: The file does not exist or is damaged.
-    """
+    """Context manager that turns an error of reading a file into an error with advice."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:

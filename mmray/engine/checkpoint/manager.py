@@ -107,12 +107,6 @@ class CheckpointManager:
         """Open and return the metrics log (metrics.jsonl) of a run.
 
         Its pending lines are written before each checkpoint.
-
-        Args:
-            step: Number of steps before the start or the resume; lines of later steps are removed.
-
-        Raises:
-            StorageError: The log cannot be opened.
         """
         self._log = MetricsLog(self.uploader.local_folder, step, self._notify, self._check_lease)
         return self._log

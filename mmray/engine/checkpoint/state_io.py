@@ -263,15 +263,7 @@ def load(
 
 
 def load_weights(path: AnyPath, key: str = "model") -> dict[str, Tensor]:
-    """Return the full state_dict of a checkpoint's model on the CPU.
-
-    Returns:
-        Tensors by name; those of `average` have the prefix `module.`.
-
-    Raises:
-        TrainingError: A file is missing or damaged.
-        StorageError: The storage cannot be read, and may recover.
-    """
+    """Return the full state_dict of a checkpoint's model on the CPU."""
     return load(path, only=key)[key]
 
 
@@ -350,11 +342,7 @@ class CheckpointWriter(HuggingFaceStorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0, delete an earlier checkpoint of this step and create its folder.
-
-        Returns:
-            The plans, unchanged.
-        """
+        """On rank 0, delete an earlier checkpoint of this step and create its folder."""
         self._before_write()
         discard(self._folder)
         self._folder.mkdir(parents=True)

@@ -91,26 +91,14 @@ class MetricsLog:
             ) from error
 
     def write(self, metrics: Metrics) -> None:
-        """Write one line to metrics.jsonl and TensorBoard, in the thread.
-
-        Args:
-            metrics: `step` (int) and values by name, such as `train/loss`; those whose names have a
-                `/` are numbers and go to TensorBoard. NaN and infinity become null in the file.
-
-        Raises:
-            TrainingError: An earlier write found that another process owns the run.
-        """
+        """Write one line to metrics.jsonl and TensorBoard, in the thread."""
         if self._lost_lease is not None:
             raise self._lost_lease
         line = orjson.dumps(metrics, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
         self._last = self._thread.submit(self._write_line, line, dict(metrics))
 
     def write_file(self, name: str, text: str) -> None:
-        """Write a file next to the log, in the thread; an error is only a warning.
-
-        Args:
-            text: Its content; an existing file is replaced.
-        """
+        """Write a file next to the log, in the thread; an error is only a warning."""
         self._last = self._thread.submit(self._write_file, self._folder / name, text)
 
     def flush(self) -> None:
@@ -121,9 +109,6 @@ class MetricsLog:
         """Write pending lines and end the thread.
 
         A log that is not closed loses at most TensorBoard's last two minutes.
-
-        Raises:
-            TrainingError: Another process has taken over the run.
         """
         self._last = self._thread.submit(self._close)
         self._thread.shutdown()

@@ -51,14 +51,6 @@ def graph_branches(
     `train.cuda_graphs` allows it.
 
     A deep copy of a branch has no graphs.
-
-    Args:
-        train: The `train` section, without `auto` in `precision` and `compile`.
-        notify: Called with (label, line) if a capture fails. The branch then runs without graphs.
-
-    Returns:
-        A line for the console that names the branches with graphs and the reasons of the others;
-        empty on a CPU.
     """
     if device.type != "cuda" or not branches:
         return ""
@@ -276,23 +268,14 @@ class BranchGraph:
         output = None  # graphs of other shapes may use the memory of the activations
 
     def replay(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Run the captured forward of the branch (a part of the model) with other inputs.
-
-        Returns:
-            The output, in a tensor that the next call does not overwrite.
-        """
+        """Run the captured forward of the branch (a part of the model) with other inputs."""
         for fixed, value in zip(self._inputs, inputs, strict=True):
             fixed.copy_(value)
         self._replay_forward()
         return self._output.clone()
 
     def replay_backward(self, output_gradient: Tensor) -> list[Tensor | None]:
-        """Run the backward of the last forward.
-
-        Returns:
-            Gradients of the weights, None for an unused one. Autograd takes them as `grad`; the
-            next forward overwrites them.
-        """
+        """Run the backward of the last forward."""
         self._output_gradient.copy_(output_gradient)
         self._replay_backward()
         return [None if value is None else value.detach() for value in self._gradients]

@@ -55,16 +55,7 @@ class DeviceDefaults:
 
 
 def device_defaults(capability: Capability | None) -> DeviceDefaults:
-    """Return the fastest settings of a device, which replace `auto`.
-
-    Args:
-        capability: Compute capability of a GPU, such as (9, 0); None: a CPU.
-
-    Returns:
-        A DeviceDefaults: `precision`, `compile` (backend of torch.compile, or `none`), and `tf32`
-        (bool). They are `bf16`, `inductor` and True from capability 8.0 on, `fp16`, `none` and
-        False on older GPUs, and `fp32`, `none` and False on a CPU.
-    """
+    """Return the fastest settings of a device, which replace `auto`."""
     if capability is None:
         return DeviceDefaults("fp32", "none", tf32=False)
     if capability < (8, 0):
@@ -126,9 +117,6 @@ def compile_pays(row_flops: float, rows: int, steps: int, peak_flops: float) -> 
 
     It takes 40 s, and saves a quarter of the time of all steps. A step without it takes row_flops x
     rows at a quarter of the peak, at least 20 ms.
-
-    Args:
-        peak_flops: Peak of the device in operations per second; NaN (unknown) counts as 1e14.
     """
     peak = DEFAULT_PEAK_FLOPS if math.isnan(peak_flops) else peak_flops
     step_s = max(MIN_STEP_S, row_flops * rows / (EAGER_UTILIZATION * peak))

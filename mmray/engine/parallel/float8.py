@@ -26,14 +26,7 @@ MIN_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 
 
 def check_device(train: Train, capability: Capability | None) -> None:
-    """Check that a device has kernels for `train.float8`.
-
-    Args:
-        capability: Compute capability of the oldest GPU of the run, such as (9, 0); None: a CPU.
-
-    Raises:
-        UsageError: It has none.
-    """
+    """Check that a device has kernels for `train.float8`."""
     needed = MIN_CAPABILITY.get(train.float8)
     if needed is not None and (capability is None or capability < needed):
         device = "a CPU" if capability is None else f"one of {_version(capability)}"

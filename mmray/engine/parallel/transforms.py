@@ -91,9 +91,6 @@ def apply_transforms(
 def branches_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the parts of a model that are compiled and sharded separately, such as its image
     encoder.
-
-    Returns:
-        Modules by name, such as `image` and `text`, from its method `branches`; {} if it has none.
     """
     return as_model(model).branches()
 
