@@ -336,15 +336,12 @@ class Trainer:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise self._out_of_memory_error(error) from error
-
-    def _out_of_memory_error(self, error: BaseException) -> OutOfMemoryError:
-        return out_of_memory_error(
-            f"out of memory at step {self.progress.step + 1}",
-            f"rank {self.spec.group.rank}: {first_line(error)}",
-            self.spec.batch_shape,
-            f"a single row does not fit: {OOM_ADVICE}",
-        )
+            raise out_of_memory_error(
+                f"out of memory at step {self.progress.step + 1}",
+                f"rank {self.spec.group.rank}: {first_line(error)}",
+                self.spec.batch_shape,
+                f"a single row does not fit: {OOM_ADVICE}",
+            ) from error
 
 
 def _is_due(step: int, every: int) -> bool:

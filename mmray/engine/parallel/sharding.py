@@ -5,7 +5,6 @@ torch's FSDP2 is imported when used: it takes 0.6 s, with DTensor and sympy.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -45,8 +44,7 @@ def shard(
         The same module.
 
     Raises:
-        UsageError: For `hybrid`, the numbers of ranks on the nodes have no common divisor of 2 or
-            more, or the ranks of a node do not follow one another.
+        UsageError: For `hybrid`, the nodes do not have equally many consecutive ranks, two or more.
     """
     from torch.distributed.fsdp import (
         MixedPrecisionPolicy,
@@ -105,19 +103,17 @@ def _device_mesh(group: Group, hybrid: bool) -> DeviceMesh:
     """
     shards = group.world_size
     if hybrid:
-        size = group.ranks_on_node
-        local_rank = int(os.environ.get("LOCAL_RANK", group.rank % size))
-        # The first rank and the number of ranks of each rank's node.
-        nodes = group.all_gather_objects((group.rank - local_rank, size))
-        _check_contiguous(nodes)
-        ranks_on_node = [number for _, number in nodes]
-        shards = math.gcd(*ranks_on_node)
-        if shards == 1:
-            text = ", ".join(map(str, sorted(set(ranks_on_node))))
+        shards = group.ranks_on_node
+        local_rank = int(os.environ.get("LOCAL_RANK", group.rank % shards))
+        # The first rank and the number of ranks of each rank's node. A replica that spans nodes
+        # would gather each block over the network.
+        nodes = group.all_gather_objects((group.rank - local_rank, shards))
+        expected = [(rank - rank % shards, shards) for rank in range(group.world_size)]
+        if nodes != expected or shards == 1:
             raise UsageError(
-                "train.parallel hsdp shards within a node: the numbers of workers on the nodes "
-                f"({text}) need a common divisor of 2 or more; use fsdp, or other "
-                "--cluster.workers"
+                "train.parallel hsdp shards within a node: each node needs as many consecutive "
+                f"workers, two or more (got {sorted({number for _, number in nodes})}); use fsdp, "
+                "or other --cluster.workers"
             )
     if shards == group.world_size:
         return init_device_mesh(group.device.type, (shards,))
@@ -126,27 +122,6 @@ def _device_mesh(group: Group, hybrid: bool) -> DeviceMesh:
     for process_group in mesh.get_all_groups():
         group.set_timeout(process_group)
     return mesh
-
-
-def _check_contiguous(nodes: list[tuple[int, int]]) -> None:
-    """Raise UsageError unless the ranks of each node follow one another.
-
-    The mesh has consecutive ranks in one replica. Otherwise a replica would span nodes, and the
-    collectives of each block would cross the network.
-
-    Args:
-        nodes: First rank and number of ranks of each rank's node.
-    """
-    first = 0
-    while first < len(nodes):
-        size = nodes[first][1]
-        if nodes[first : first + size] != [(first, size)] * size:
-            raise UsageError(
-                f"train.parallel hsdp needs consecutive ranks on each node, but the node of rank "
-                f"{first} does not have the ranks {first} to {first + size - 1}; use fsdp, or "
-                "start the ranks node by node"
-            )
-        first += size
 
 
 def _copy_from_rank0(weight: Tensor, full: Tensor, group: Group) -> None:

@@ -112,31 +112,31 @@ class Nodes(Group):
 
 
 def test_hsdp_shards_over_ranks_of_one_node(monkeypatch):
-    """As many as divide the number of ranks of every node; one node is sharded as by fsdp."""
+    """Equally many on each node; one node is sharded as by fsdp."""
     mesh = partial(SimpleNamespace, get_all_groups=list)
     monkeypatch.setattr(
         sharding, "init_device_mesh", lambda device, shape, **names: mesh(shape=shape)
     )
-    monkeypatch.setattr(Nodes, "ranks", (4, 4, 2))
-    assert sharding._device_mesh(Nodes(0, 10), hybrid=True).shape == (5, 2)
-    assert sharding._device_mesh(Nodes(0, 10), hybrid=False).shape == (10,)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(Nodes, "ranks", (4, 4))
+    assert sharding._device_mesh(Nodes(0, 8), hybrid=True).shape == (2, 4)
+    assert sharding._device_mesh(Nodes(0, 8), hybrid=False).shape == (8,)
     monkeypatch.setattr(Nodes, "ranks", (4,))
     assert sharding._device_mesh(Nodes(0, 4), hybrid=True).shape == (4,)
-    monkeypatch.setattr(Nodes, "ranks", (3, 2))
-    with pytest.raises(
-        UsageError, match=r"the numbers of workers on the nodes \(2, 3\) need a common divisor"
-    ):
-        sharding._device_mesh(Nodes(0, 5), hybrid=True)
+    monkeypatch.setattr(Nodes, "ranks", (4, 2))
+    with pytest.raises(UsageError, match=r"as many consecutive workers, .* \(got \[2, 4\]\)"):
+        sharding._device_mesh(Nodes(0, 6), hybrid=True)
 
 
-def test_hsdp_refuses_ranks_that_alternate_between_nodes():
+def test_hsdp_refuses_ranks_that_alternate_between_nodes(monkeypatch):
     """A replica would span two nodes."""
 
     class Alternating(Group):
         def all_gather_objects(self, value: Any) -> list[Any]:
             return [(0, 2), (1, 2), (1, 2), (2, 2)]  # ranks 0 and 2 on one node, 1 and 3 on another
 
-    with pytest.raises(UsageError, match="consecutive ranks on each node"):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="consecutive workers"):
         sharding._device_mesh(Alternating(0, 4), hybrid=True)
 
 
