@@ -132,7 +132,6 @@ OBJECTIVES = {
     "matching": "mmray.objectives.matching:Matching",
     "clip_matching": "mmray.objectives.matching:ClipMatching",
     "classification": "mmray.objectives.cross_entropy:Classification",
-    "region_text": "mmray.objectives.cross_entropy:RegionText",
     "language_modelling": "mmray.objectives.language_modelling:LanguageModelling",
 }
 """Objectives (`objective.kind`) by name.

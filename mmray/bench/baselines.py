@@ -216,7 +216,7 @@ def receive_stream(
     with closing(blocks):
         for block in blocks:
             arrivals.append(Arrival(time.time(), int(block["valid"].sum())))
-            for _ in iter_micro_batches([block], rows, rows, extra=reader.extra_columns):
+            for _ in iter_micro_batches([block], rows, rows):
                 pass
     return arrivals
 

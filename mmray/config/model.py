@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import tyro
@@ -60,13 +59,6 @@ class Inputs(Section, settings_prefix="model.inputs"):
         description="Pattern of the token for a row's `language`, before its text, such as "
         "`[{}]`; empty: none.",
     )
-    max_boxes: int = Field(
-        0,
-        ge=0,
-        le=1024,
-        description="Maximum number of boxes per image, largest first, for the region head of "
-        "`towers` (`region_text`); 0: none.",
-    )
 
     @field_validator("language_token")
     @classmethod
@@ -119,7 +111,6 @@ class Model(Section, settings_prefix="model"):
             others are not used.
         takes_clips: Whether the model embeds audio and video clips, of which a row may lack some.
         generates_text: Whether the model writes text about any number of images.
-        regions: Whether the model has a region head, which scores boxes against label texts.
         objectives: Built-in objectives that can train the model, the usual one first; empty: not
             known.
     """
@@ -129,7 +120,6 @@ class Model(Section, settings_prefix="model"):
     media_kinds: ClassVar[tuple[str, ...]] = ("image",)
     takes_clips: ClassVar[bool] = False
     generates_text: ClassVar[bool] = False
-    regions: ClassVar[bool] = False
     objectives: ClassVar[tuple[str, ...]] = ()
 
     kind: Annotated[str, _KIND] = ""
@@ -195,12 +185,9 @@ class Model(Section, settings_prefix="model"):
         """
         return []
 
-    def label_checks(self) -> dict[str, Callable[[int], str]]:
-        """Return functions that check the labels of the data, by the column of a batch.
-
-        Each takes a label and returns why the model has no class for it; "" if it has one.
-        """
-        return {}
+    def label_problem(self, label: int) -> str:
+        """Return why the model has no class for a label of the data; "" if it has one."""
+        return ""
 
 
 ClassNames = Annotated[

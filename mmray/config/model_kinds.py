@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -261,7 +260,7 @@ class Towers(TowerModel):
 
     # Branches also meet in the cross-attention.
     shares_only_loss = False
-    objectives = (*PAIRS, "matching", "clip_matching", "classification", "region_text")
+    objectives = (*PAIRS, "matching", "clip_matching", "classification")
 
     inputs: ClipInputs = ClipInputs()
     audio: AudioTower = AudioTower(width=256, depth=6, heads=4)
@@ -274,17 +273,10 @@ class Towers(TowerModel):
         0, ge=0, description="Classes of the classification head (`classification`); 0: none."
     )
     class_names: ClassNames = ()
-    region_labels: tuple[str, ...] = Field(
-        (), description="Names of the box labels 0, 1, ...; empty: the set's."
-    )
 
     @property
     def takes_clips(self) -> bool:  # type: ignore[override]
         return self.inputs.clip_s > 0
-
-    @property
-    def regions(self) -> bool:  # type: ignore[override]
-        return self.inputs.max_boxes > 0
 
     @property
     def media_kinds(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -318,8 +310,7 @@ class Towers(TowerModel):
     @property
     def usable_objectives(self) -> tuple[str, ...]:
         pairs = [name for name, pair in PAIRS.items() if {*pair} <= {*self.modalities}]
-        heads = ("clip_matching",) if self.takes_clips else ("matching", "region_text")
-        return (*pairs, *heads, "classification")
+        return (*pairs, "clip_matching" if self.takes_clips else "matching", "classification")
 
     def part_weights(self) -> dict[str, str]:
         more = {"audio": self.audio.weights, "video": self.video.weights}
@@ -349,16 +340,8 @@ class Towers(TowerModel):
             )
         return reasons
 
-    def label_checks(self) -> dict[str, Callable[[int], str]]:
-        checks: dict[str, Callable[[int], str]] = {}
-        if self.classes:
-            checks["label"] = self._class_problem
-        if self.regions and self.region_labels:
-            checks["box_labels"] = self._region_problem
-        return checks
-
-    def _class_problem(self, label: int) -> str:
-        if 0 <= label < self.classes:
+    def label_problem(self, label: int) -> str:
+        if not self.classes or 0 <= label < self.classes:
             return ""
         if label < 0 and self.class_names:
             return (
@@ -371,15 +354,6 @@ class Towers(TowerModel):
         return (
             f"label {label}, but model.classes is {self.classes}, so labels are 0 to "
             f"{self.classes - 1}: {fix}"
-        )
-
-    def _region_problem(self, label: int) -> str:
-        names = self.region_labels
-        if 0 <= label < len(names) and names[label]:
-            return ""
-        return (
-            f"a box with label {label}, which has no name in model.region_labels: list one for "
-            "each label, starting at 0"
         )
 
 
@@ -474,7 +448,6 @@ class VlmInputs(Section, settings_prefix="model.inputs"):
 
     # Settings of other models that these do not have.
     language_token: ClassVar[str] = ""
-    max_boxes: ClassVar[int] = 0
 
     max_tokens: int = Field(
         4096,

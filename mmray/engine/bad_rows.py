@@ -50,7 +50,7 @@ def quarantine_bad_rows(
     Args:
         blocks: Arrays of R rows by column, of which these are read: `pos` int64 [R], the position
             in the sample order, -1 for padding; `valid` bool [R], False for padding and unreadable
-            rows; and the columns in `config.model.label_checks()`, such as `label` int64 [R].
+            rows; and `label` int64 [R], -1 for none.
         reader: Reads the training set; it returns why a row cannot be read.
         decoder: Decodes the bad rows. Its process starts with the first one; the caller closes it.
         plan: The sample order: which row (its number in the set) is at which position.
@@ -95,11 +95,10 @@ def _check_labels(block: Block, config: Config) -> None:
     """Raise DataError for a label without a class in the model, because it would fail a device-side
     assert on a GPU.
     """
-    for column, problem_of in config.model.label_checks().items():
-        for label in np.unique(block[column]).tolist():
-            problem = "" if label == NO_LABEL else problem_of(label)
-            if problem:
-                raise DataError(f"a row of {config.data.train} has {problem}")
+    for label in np.unique(block["label"]).tolist():
+        problem = "" if label == NO_LABEL else config.model.label_problem(label)
+        if problem:
+            raise DataError(f"a row of {config.data.train} has {problem}")
 
 
 def append_bad_row(file: AnyPath, line: bytes) -> None:

@@ -30,7 +30,6 @@ from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.stream.collate import PixelMemory, iter_micro_batches
 from mmray.data.stream.order import ResumePoint, SamplePlan
 from mmray.data.stream.reader import Block
-from mmray.data.text.tokenizer import build_encoder
 from mmray.data.vlm.collate import iter_row_batches
 from mmray.data.vlm.reader import ConversationReader
 from mmray.engine import loop, precision
@@ -334,7 +333,6 @@ def _micro_batches(
         token_multiple=1 if eager else TOKEN_MULTIPLE,
         max_tokens=config.model.inputs.max_tokens,
         memory=PixelMemory(pin=group.device.type == "cuda"),
-        extra=context.reader.extra_columns,
     )
 
 
@@ -374,8 +372,6 @@ def _prepare_model(
     """
     config = context.config
     train = context.config.train
-    if not config.model.generates_text:
-        model.use_tokenizer(build_encoder(context.tokenizer_json, config.model.inputs))
     transformed = apply_transforms(model, train, config.optimizer, group, driver.notify)
     if context.eval_sets:
         check_evaluable(config, transformed)

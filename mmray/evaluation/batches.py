@@ -24,7 +24,7 @@ from mmray.data.store.mixture import ROW_ERRORS, read_each
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row, hash_key
 from mmray.data.stream.blocks import NO_LABEL, Block
-from mmray.data.stream.collate import Batch, extra_tensors, token_columns
+from mmray.data.stream.collate import Batch, clip_tensors, token_columns
 from mmray.data.stream.reader import RowReader
 from mmray.errors import DataError, UsageError
 from mmray.machine import cores
@@ -201,9 +201,7 @@ class EvalRow(NamedTuple):
 
     Attributes:
         number: Index of the row in the set.
-        columns: Inputs of the model by name: `image` uint8 [1, 3, S, S], resized and cropped; and
-            if `model.inputs.max_boxes` M is not 0, `boxes` float32 [1, M, 4], `box_labels` int64
-            [1, M] and `num_boxes` int32 [1].
+        columns: Inputs of the model by name: `image` uint8 [1, 3, S, S], resized and cropped.
         texts: Its captions; with the token of their language before them, if the model has such
             tokens.
         label: Class of the row; -1: none.
@@ -223,9 +221,7 @@ class EvalDataset(EvalReader):
     A batch has B rows with C captions in total: `image` uint8 [B, 3, S, S]; `row` (index in the
     set), `label` (-1: none) and `image_hash` (equal for equal images) int64 [B]; `input_ids` and
     `attention_mask` int64 [C, T]; `caption_row` (index of the caption's row) and `text_hash` (equal
-    for equal captions) int64 [C]. If `model.inputs.max_boxes` is not 0, also `boxes` float32 [B, N,
-    4] (left, top, right, bottom in fractions of the image), `box_labels` int64 [B, N] (-1: none)
-    and `box_mask` bool [B, N], False for padding.
+    for equal captions) int64 [C].
 
     Args:
         prepared: The set with the held-out rows.
@@ -282,14 +278,14 @@ class EvalDataset(EvalReader):
 
         Returns:
             `input_ids` and `attention_mask` int64 [C, T], and the columns by name as tensors
-            [number of items, ...], such as `boxes` or `audio`, as a model reads them.
+            [number of items, ...], such as `audio`, as a model reads them.
         """
         columns = {
             name: np.concatenate([item.columns[name] for item in items])
             for name in items[0].columns
         }
         tokens = token_columns(*self.encoder.encode(texts))
-        return tokens | extra_tensors(columns, self.reader.extra_columns)
+        return tokens | clip_tensors(columns)
 
     def _convert(self, number: int, row: Row) -> list[Any]:
         self.check_decodable(row)

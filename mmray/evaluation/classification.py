@@ -34,7 +34,7 @@ class HeadHits:
         metrics: dict[str, float] = {}
         for name, head in self._heads.items():
             total = group.all_gather_variable(self._hits[name][None]).sum(0).cpu()
-            metrics |= topk_accuracy(total, name, head.num_classes, head.unit)
+            metrics |= topk_accuracy(total, name, head.num_classes)
         return metrics
 
 
@@ -91,9 +91,7 @@ def zero_shot_metrics(before: Tensor, label: Tensor, num_classes: int) -> dict[s
     return metrics
 
 
-def topk_accuracy(
-    hits: Tensor, name: str, num_classes: int, unit: str = "rows"
-) -> dict[str, float]:
+def topk_accuracy(hits: Tensor, name: str, num_classes: int) -> dict[str, float]:
     """Return the top-1 and top-5 accuracy from numbers of correct predictions.
 
     Args:
@@ -101,7 +99,7 @@ def topk_accuracy(
         num_classes: Number of classes; with at most 5 there is no top 5.
 
     Returns:
-        `NAME/top_1` and `NAME/top_5` (0 to 1; missing if nothing was counted), and `NAME/UNIT` (the
+        `NAME/top_1` and `NAME/top_5` (0 to 1; missing if nothing was counted), and `NAME/rows` (the
         count).
     """
     *hits_at_k, total = hits.tolist()
@@ -109,4 +107,4 @@ def topk_accuracy(
     metrics = {
         f"{name}/top_{k}": hit / total for k, hit in pairs if total and (k == 1 or k < num_classes)
     }
-    return metrics | {f"{name}/{unit}": float(total)}
+    return metrics | {f"{name}/rows": float(total)}

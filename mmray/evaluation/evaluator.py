@@ -62,9 +62,8 @@ class Evaluator(EvalDataset):
             With class names, unless the task is `retrieval`, `zero_shot/top_1`,
             `zero_shot/top_5`, `zero_shot/mean_per_class_recall` and `zero_shot/rows`. With a
             classification head `classification/top_1`, `classification/top_5` and
-            `classification/rows`, and with a region head `regions/top_1`, `regions/top_5` and
-            `regions/boxes`. Recall and accuracy are 0 to 1; there is no `top_5` with at most 5
-            classes. And those of `evaluate.metrics`.
+            `classification/rows`. Recall and accuracy are 0 to 1; there is no `top_5` with at most
+            5 classes. And those of `evaluate.metrics`.
 
         Raises:
             DataError: No row is readable, or a label has no class name.

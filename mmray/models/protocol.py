@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
 from mmray.data.stream.collate import Batch
-
-if TYPE_CHECKING:
-    from mmray.data.text.tokenizer import TextEncoder
-
 
 Outputs = dict[str, Tensor]  # by name, with a row for each sample, or a scalar
 
@@ -30,13 +26,11 @@ class HeadScores(NamedTuple):
         label: Correct class, int64 [N]; positions with a number outside 0..C-1 are left out of the
             metrics.
         num_classes: C.
-        unit: What N counts: `rows` or `boxes`.
     """
 
     scores: Tensor
     label: Tensor
     num_classes: int
-    unit: str = "rows"
 
 
 def class_scores(outputs: Outputs, batch: Batch) -> dict[str, HeadScores]:
@@ -75,9 +69,8 @@ class Model(nn.Module):
         Args:
             batch: `image` uint8 [B, 3, S, S] (raw pixels: normalize them in the model), `input_ids`
                 and `attention_mask` int64 [B, T], right-padded, `label` (-1: none), `key` and `pos`
-                int64 [B], `valid` bool [B], False for padding. With `inputs.max_boxes` also `boxes`
-                float32 [B, N, 4], `box_labels` int64 and `box_mask` bool [B, N]; with an objective
-                that needs hard negatives `negative_ids` and `negative_mask` int64 [B, T].
+                int64 [B], `valid` bool [B], False for padding. With an objective that needs hard
+                negatives also `negative_ids` and `negative_mask` int64 [B, T].
                 `Towers.forward` and `Vlm.forward` list the columns of clips and of conversations.
 
         Returns:
@@ -97,17 +90,9 @@ class Model(nn.Module):
 
         Returns:
             For each head, by the name that its metrics get, such as `classification`, a HeadScores:
-            `scores` [N, C], `label` int64 [N], `num_classes` and `unit` (`rows` or `boxes`).
+            `scores` [N, C], `label` int64 [N] and `num_classes`.
         """
         return {}
-
-    def use_tokenizer(self, encoder: TextEncoder) -> None:
-        """Tokenize texts that the model holds, such as label names; called once before the first
-        forward.
-
-        Args:
-            encoder: Its `encode(texts)` returns ids int32 [N, T] and numbers of tokens int32 [N].
-        """
 
     def branches(self) -> dict[str, nn.Module]:
         """Return parts of the model by name, such as {"image": ..., "text": ...}.

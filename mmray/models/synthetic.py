@@ -8,15 +8,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from mmray.data.columns import ExtraColumns, extra_columns
+from mmray.data.media.clips import ClipColumns, clip_batch, clip_columns
 from mmray.data.stream.collate import Batch
 from mmray.models.protocol import as_model
 
 if TYPE_CHECKING:
     from mmray.config import Inputs
     from mmray.config import Model as ModelConfig
-
-FILLS = {"boxes": (0, 0, 1, 1), "box_labels": 0, "has_text": True}
 
 
 def synthetic_rows(
@@ -46,16 +44,16 @@ def synthetic_batch(
     Returns:
         `image` uint8 [rows, 3, S, S]; `input_ids` and `attention_mask` int64 [rows, T]; `key` (hash
         of a row's key) and `pos` int64 [rows], both 0, 1, ...; `label` int64 [rows], zeros; `valid`
-        bool [rows], True. Models with boxes also get `boxes` float32 [rows, N, 4], `box_labels`
-        int64 and `box_mask` bool [rows, N]; models of clips, in place of `image`, the columns of
-        audio and video that `Towers.forward` lists.
+        bool [rows], True. Models of clips get, in place of `image`, the columns of audio and video
+        that `Towers.forward` lists.
     """
     generator = torch.Generator().manual_seed(seed)
     side = inputs.image_side
     tokens = inputs.max_tokens
     pixels = torch.randint(0, 256, (rows, 3, side, side), dtype=torch.uint8, generator=generator)
+    clips = clip_columns(inputs)
     batch = {
-        **({} if getattr(inputs, "clip_s", 0) else {"image": pixels}),
+        **({"image": pixels} if clips is None else {}),
         "input_ids": torch.randint(0, vocab_size, (rows, tokens), generator=generator),
         "attention_mask": torch.ones(rows, tokens, dtype=torch.long),
         "key": torch.arange(rows),
@@ -63,21 +61,20 @@ def synthetic_batch(
         "valid": torch.ones(rows, dtype=torch.bool),
         "pos": torch.arange(rows),
     }
-    for extra in extra_columns(inputs):
-        columns = extra.to_batch(_synthetic_columns(extra, rows, seed))
+    if clips is not None:
+        columns = clip_batch(_synthetic_clips(clips, rows, seed))
         batch |= {name: torch.from_numpy(column) for name, column in columns.items()}
     return {name: column.to(device) for name, column in batch.items()}
 
 
-def _synthetic_columns(extra: ExtraColumns, rows: int, seed: int) -> dict[str, np.ndarray]:
-    """Return further columns with as many values in each row as a row can have."""
+def _synthetic_clips(clips: ClipColumns, rows: int, seed: int) -> dict[str, np.ndarray]:
+    """Return clips with as many frames and samples as a row can have."""
     draw = np.random.default_rng(seed)
-    columns = extra.empty(rows)
-    for name, column in columns.items():
-        if name in extra.counts:
-            column[:] = columns[extra.counts[name]].shape[1]
-        elif name in FILLS:
-            column[:] = FILLS[name]
-        else:  # pixels and samples
-            column[:] = draw.integers(0, 256, column.shape, column.dtype)
+    columns = clips.empty(rows)
+    columns["has_text"][:] = True
+    for medium, count in (("video", "num_frames"), ("audio", "num_samples")):
+        if medium in columns:
+            media = columns[medium]
+            media[:] = draw.integers(0, 256, media.shape, media.dtype)
+            columns[count][:] = media.shape[1]
     return columns

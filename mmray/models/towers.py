@@ -23,12 +23,10 @@ from mmray.models.encoders.pretrained_audio import build_pretrained_audio
 from mmray.models.encoders.text import build_text_tower
 from mmray.models.encoders.video import FrameEncoder, VideoMae
 from mmray.models.protocol import PRETRAINED, HeadScores, Outputs, WeightSource, class_scores
-from mmray.models.regions import LabelTexts, RegionHead, region_label_scores, region_logits
 from mmray.models.two_tower import Branch, Encoded, tower_configs
 
 if TYPE_CHECKING:
     from mmray.config.model_kinds import Towers as TowersConfig
-    from mmray.data.text.tokenizer import TextEncoder
 
 COLUMNS = {
     "text": ("input_ids", "attention_mask"),
@@ -41,21 +39,19 @@ COLUMNS = {
 
 class Towers(MultiEncoder):
     """A text branch, and an image branch or branches for audio and video; a learned temperature;
-    and the configured heads: of matching and classification on cross-attention from texts to the
-    other modalities, and of regions on the feature map of an image.
+    and the configured heads of matching and classification, on cross-attention from texts to the
+    other modalities.
 
     Args:
         spec: The `model` section, of kind `towers`.
         vocab_size: Rows of the token embedding, without pretrained weights.
 
     Attributes:
-        cross: The cross-attention, whose features [B, W] of pairs the next two heads read; None
-            without them.
+        cross: The cross-attention, whose features [B, W] of pairs the heads read; None without
+            them.
         match_head: To the logit [B, 1] that a text and the other modalities of its row match, or
             None.
         class_head: To the logits [B, C] of the classes of the pair, or None.
-        region_head: From feature maps and boxes to the embeddings of the boxes, or None.
-        label_texts: Names of the labels of boxes; None without the region head.
     """
 
     text: Branch
@@ -66,11 +62,10 @@ class Towers(MultiEncoder):
     ) -> None:
         inputs = spec.inputs
         has_pairs = bool(spec.matching or spec.classes)
-        with_features = has_pairs or inputs.max_boxes > 0
         branches: dict[str, Branch] = {}
         for name, tower in _build_towers(spec, vocab_size, source):
             pixels = inputs if name in ("image", "video") else None
-            branches[name] = Branch(tower, spec.embed_dim, pixels, with_features)
+            branches[name] = Branch(tower, spec.embed_dim, pixels, with_features=has_pairs)
         super().__init__(branches, spec)
         widths = {name: branch.tower.width for name, branch in branches.items()}
         text_width = widths.pop("text")
@@ -83,26 +78,17 @@ class Towers(MultiEncoder):
         width = spec.cross.width
         self.match_head = nn.Linear(width, 1) if spec.matching else None
         self.class_head = nn.Linear(width, spec.classes) if spec.classes else None
-        self.region_head: RegionHead | None = None
-        self.label_texts: LabelTexts | None = None
-        if inputs.max_boxes:
-            self.region_head = RegionHead(widths["image"], spec.embed_dim)
-            ids = [[n % vocab_size] for n in range(len(spec.region_labels))]  # without a tokenizer
-            token_ids = None if source.pretrained else source.saved.get("labels", ids)
-            self.label_texts = LabelTexts(spec.region_labels, token_ids)
 
     def forward(self, batch: Batch) -> Outputs:
         """Embed the modalities of rows, and compute the heads.
 
         Args:
             batch: `input_ids` and `attention_mask` int64 [B, T]. Of a model of images: `image`
-                uint8 [B, 3, S, S], and with a region head optionally `boxes` [B, N, 4], (left, top,
-                right, bottom) in fractions of the input image. Of a model of clips: `audio` int16
-                [B, N] (mono, `model.inputs.audio_rate` samples per second) and `num_samples` int64
-                [B]; `video` uint8 [B, F, 3, S, S] and `num_frames` int64 [B]; `has_text`,
-                `has_audio` and `has_video` bool [B]; the columns of a modality that it lacks may be
-                absent. Optional: `negative_ids` and `negative_mask` int64 [B, T], texts that do not
-                match.
+                uint8 [B, 3, S, S]. Of a model of clips: `audio` int16 [B, N] (mono,
+                `model.inputs.audio_rate` samples per second) and `num_samples` int64 [B]; `video`
+                uint8 [B, F, 3, S, S] and `num_frames` int64 [B]; `has_text`, `has_audio` and
+                `has_video` bool [B]; the columns of a modality that it lacks may be absent.
+                Optional: `negative_ids` and `negative_mask` int64 [B, T], texts that do not match.
 
         Returns:
             `text_embed`, and `image_embed` or `audio_embed` and `video_embed` [B, D],
@@ -110,7 +96,7 @@ class Towers(MultiEncoder):
             `logit_bias`. With a classification head `class_logits` [B, C]; with a matching head and
             negatives `match` and `match_negative` [B], the logits that a row matches its own and
             its negative text; with either head, of clips also `media_embed_sum` [B, D], the sum of
-            the embeddings of audio and video. With boxes `region_logits` [B, N, C].
+            the embeddings of audio and video.
         """
         encoded = self._encode(batch)
         outputs: Outputs = {}
@@ -132,9 +118,6 @@ class Towers(MultiEncoder):
             negative = self._pair(encoded | {"text": text})
             outputs["match"] = self.match_head(pair).squeeze(1)
             outputs["match_negative"] = self.match_head(negative).squeeze(1)
-        if self.region_head is not None and "boxes" in batch:
-            image = encoded["image"].features
-            outputs["region_logits"] = self.classify_regions(image, batch["boxes"])
         return outputs | self.scalar_outputs()
 
     def embed(self, modality: str, *columns: Tensor) -> Tensor:
@@ -158,24 +141,6 @@ class Towers(MultiEncoder):
         """
         return self._pair(self._encode(batch), batch.get("has_text"))
 
-    def classify_regions(
-        self, features: Tensor, boxes: Tensor, texts: Tensor | None = None
-    ) -> Tensor:
-        """Return the logits [B, N, C] of texts for boxes of images.
-
-        Args:
-            features: Features of the images that the image branch returned.
-            boxes: [B, N, 4], (left, top, right, bottom) in fractions of the input image.
-            texts: Embeddings [C, D]; None: those of the names in `model.region_labels`.
-        """
-        assert self.region_head is not None and self.label_texts is not None
-        regions = self.region_head(self.image.tower.grid(features), boxes)
-        named = None
-        if texts is None:
-            texts = self.embed_text(*self.label_texts.tokens())
-            named = self.label_texts.named
-        return region_logits(regions, texts, self.log_scale.exp(), named)
-
     def _encode(self, batch: Batch) -> dict[str, Any]:
         """Return the results of the branches by modality."""
         encoded = {}
@@ -198,19 +163,8 @@ class Towers(MultiEncoder):
             text = text._replace(mask=text.mask * has_text[:, None])
         return self.cross(media, text)
 
-    def use_tokenizer(self, encoder: TextEncoder) -> None:
-        if self.label_texts is not None and self.label_texts.token_ids is None:
-            self.label_texts.tokenize(encoder)
-
     def head_scores(self, batch: Batch) -> dict[str, HeadScores]:
-        if self.class_head is None and self.label_texts is None:
-            return {}
-        outputs = self.forward(batch)
-        scores = class_scores(outputs, batch)
-        if self.label_texts is not None and "boxes" in batch:
-            logits = outputs["region_logits"]
-            scores["regions"] = region_label_scores(logits, batch, self.label_texts)
-        return scores
+        return {} if self.class_head is None else class_scores(self.forward(batch), batch)
 
     def branches(self) -> dict[str, nn.Module]:
         cross = {} if self.cross is None else {"cross": self.cross}
@@ -222,8 +176,7 @@ class Towers(MultiEncoder):
         video = towers.get("video")
         if isinstance(video, FrameEncoder):
             towers["image"] = video.image
-        labels = {} if self.label_texts is None else {"labels": self.label_texts.token_ids}
-        return tower_configs(towers) | labels
+        return tower_configs(towers)
 
 
 def _build_towers(

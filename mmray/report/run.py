@@ -234,7 +234,7 @@ def non_retrieval_metrics(scores: Mapping[str, float | None]) -> list[tuple[str,
         Pairs of name and value as texts, such as ("zero shot, top 1", "0.500"). `bad_rows` is
         omitted if it is 0.
     """
-    counts = ("rows", "boxes", "tokens", "answered", ROWS_IN_SET)
+    counts = ("rows", "tokens", "answered", ROWS_IN_SET)
     retrieval = {"recall_at_1", "recall_at_5", "recall_at_10", "median_rank"}
     pairs = []
     for name, value in scores.items():

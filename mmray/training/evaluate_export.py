@@ -19,9 +19,9 @@ from mmray.config import Config, EvalSettings, Lora, Vlm, from_yaml, recipes
 from mmray.config.data import Mixture
 from mmray.config.model import AnyModel
 from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
+from mmray.data.store.class_names import match_classes
 from mmray.data.store.manifest import MANIFEST
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.store.region_labels import match_classes
 from mmray.data.text.tokenizer import build_encoder, declared_pad_id
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.engine import precision

@@ -23,9 +23,9 @@ from mmray.data.prepare.sample import write_once
 from mmray.data.prepare.token_counts import NOT_COUNTED, token_counts
 from mmray.data.rows import HELD_OUT_SPLITS
 from mmray.data.store.cache import AUTO
+from mmray.data.store.class_names import match_classes, with_class_names
 from mmray.data.store.mixture import PreparedMixture, read_each
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.store.region_labels import match_classes, with_class_names, with_region_labels
 from mmray.data.store.row_columns import caption_flag
 from mmray.data.store.selection import SELECTIONS_DIR, select_rows
 from mmray.data.store.shard_table import MappedArray, MappedFile
@@ -221,8 +221,8 @@ def _open_sets(config: Config, reporter: RunReporter) -> _Sets:
 def _match_sets(
     config: Config, sets: _Sets, shuffle: BlockShuffle | None, reporter: RunReporter
 ) -> tuple[AnyModel, _Sets]:
-    """Return the section `model` with the names of classes and boxes, and the sets with labels in
-    its numbers and their local caches.
+    """Return the section `model` with the names of classes, and the sets with labels in its
+    numbers and their local caches.
     """
     train_sets = [with_local_cache(config.data, each, shuffle) for each in sets.train]
     eval_sets = {
@@ -232,8 +232,7 @@ def _match_sets(
         isinstance(each.folder, RemotePath) for each in [*train_sets, *eval_sets.values()]
     ):
         reporter.log("data.local_cache has no effect: every set is on a local disk", "cache")
-    model = with_region_labels(config.model, train_sets, list(eval_sets.values()))
-    model = with_class_names(model, train_sets)
+    model = with_class_names(config.model, train_sets)
     train_sets = [match_classes(model, each, reporter.log) for each in train_sets]
     eval_sets = {name: match_classes(model, each, reporter.log) for name, each in eval_sets.items()}
     return model, sets._replace(train=train_sets, eval=eval_sets)

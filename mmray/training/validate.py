@@ -37,7 +37,6 @@ HEADS = {
     "matching": ("matching", "--model.matching True", "--model.matching False"),
     "clip_matching": ("matching", "--model.matching True", "--model.matching False"),
     "classification": ("classes", "--model.classes N", "--model.classes 0"),
-    "region_text": ("regions", "--model.inputs.max-boxes 32", "--model.inputs.max-boxes 0"),
 }
 
 
@@ -275,11 +274,6 @@ def objective_reasons(config: Config) -> list[str]:
     reasons = list[str]()
     if not usable:
         return reasons
-    if model.inputs.max_boxes and "region_text" not in usable:
-        reasons.append(
-            f"model.inputs.max_boxes: model.kind {kind} reads no boxes; set "
-            "--model.inputs.max-boxes 0, or take the recipe fusion"
-        )
     for term in terms:
         head, flag, _ = HEADS.get(term, ("", "", ""))
         if ":" not in term and term not in usable:

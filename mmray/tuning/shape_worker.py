@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
 MAX_STEPS = 60  # timed steps of a visit
 WINDOW_S = 0.6  # duration of a visit, if a step is shorter
-LABEL_TOKENS = 4  # tokens of a synthetic label name
 Report = Callable[[dict[str, str]], Any]  # called with {"status": text} or {"note": text}
 
 
@@ -112,13 +110,7 @@ def build_model(config: Config, group: Group, report: Report) -> nn.Module:
         model = build(config.model, config.model.vocab_size, RANDOM_WEIGHTS)
         report({"note": f"random weights in the shape of the settings: {reason}"})
     assert model is not None
-    tokenizer: Any = SimpleNamespace(encode=_encode_label_names)
-    model.use_tokenizer(tokenizer)
     return apply_transforms(model, config.train, config.optimizer, group).train()
-
-
-def _encode_label_names(names: list[str]) -> tuple[np.ndarray, list[int]]:
-    return np.ones((len(names), LABEL_TOKENS), int), [LABEL_TOKENS] * len(names)
 
 
 def time_shape(

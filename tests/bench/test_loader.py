@@ -86,7 +86,7 @@ def test_both_loaders_return_the_same_clips(modality, tmp_path):
         media = Media(modality, Path(clip_row.file).read_bytes())
         span = [clip_row.start_s, clip_row.start_s + clips.CLIP_S[modality]]
         block = columns.empty(1)
-        columns.set_row(block, 0, Row("k", [media], ["x"], spans=[span]), (0, 0), None)
+        columns.set_row(block, 0, Row("k", [media], ["x"], spans=[span]), None)
         clip = plain[index][modality].numpy()
         assert clip.shape == block[modality][0].shape
         if modality == "audio":

@@ -54,8 +54,7 @@ KINDS = (
     "sigmoid",
     "0.5 * sigmoid",
     "matching",
-    "region_text",
-    "contrastive + 0.5 * matching + 0.25 * classification + region_text",
+    "contrastive + 0.5 * matching + 0.25 * classification",
     "sigmoid + 0.5 * contrastive",
 )
 Train = Callable[[Group], torch.Tensor]

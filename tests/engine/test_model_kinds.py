@@ -18,18 +18,12 @@ from tests.made import CAPTIONS, make_set, png, row
 from tests.training.runs import lines, same_weights
 
 STEPS = 6
-REGIONS = {"region_labels": ("", "a", "red")}
-OBJECTIVES = {"fusion": "contrastive + 0.5 * matching + classification + region_text"}
+OBJECTIVES = {"fusion": "contrastive + 0.5 * matching + classification"}
 KINDS = ("clip", "siglip", "fusion")
 
 
 def labeled_row(number):
-    """A row with label row % 3, and row % 4 boxes with labels 1 and 2."""
-    boxes, labels = (
-        [[0.1 * each, 0.2, 0.5, 0.9] for each in range(number % 4)],
-        [1, 2, 1][: number % 4],
-    )
-    return replace(row(number), label=number % 3, boxes=boxes, box_labels=labels)
+    return replace(row(number), label=number % 3)
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +40,9 @@ def prepared(tmp_path_factory):
 def config_of(kind, storage):
     model, objective = recipe_models.MODELS[kind]
     inputs = {"fit": "squash", "max_tokens": 12}
-    inputs |= {"max_boxes": 2} if kind == "fusion" else {}
     changes = {"patch_dropout": 0.5} if kind == "clip" else {}
-    changes |= (
-        REGIONS | {"text": model.text.model_copy(update={"dropout": 0.1})}
-        if kind == "fusion"
-        else {}
-    )
+    if kind == "fusion":
+        changes |= {"text": model.text.model_copy(update={"dropout": 0.1})}
     return Config(
         model=model.model_copy(update={"inputs": model.inputs.model_copy(update=inputs)} | changes),
         objective=Objective(kind=OBJECTIVES.get(kind, objective)),
@@ -106,9 +96,4 @@ def test_each_kind_trains_resumes_and_exports(kind, prepared, tmp_path):
         with pytest.raises(UsageError, match="this model has no match_head"):
             model.match([png(3)], CAPTIONS[:1])
     else:
-        assert logged[0]["train/loss_region_text"] > 0
-        assert metrics["regions/boxes"] == sum(min(2, number % 4) for number in range(22, 30))
-        assert 0 <= metrics["regions/top_1"] <= 1
         assert model.match([png(3)], CAPTIONS[:1]).shape == (1,)
-        regions = model.classify_boxes(png(3), [[1, 2, 8, 9], [0, 0, 16, 16]])
-        assert (regions.shape, regions[:, 0].tolist()) == ((2, 3), [0, 0])  # label 0 has no name

@@ -27,8 +27,7 @@ KINDS = (
     "sigmoid",
     "matching",
     "classification",
-    "region_text",
-    "contrastive + 0.1 * classification + 0.5 * region_text",
+    "contrastive + 0.1 * classification",
     "contrastive + 0.5 * matching + 0.25 * classification",
     "sigmoid + 0.5 * contrastive",
 )

@@ -32,7 +32,6 @@ VOCAB = 23
 SIDE = 4
 WIDTH, DIM = 16, 8
 CLASSES = 5
-MAX_BOXES = 3
 MAX_TOKENS = 6
 MICRO = 3
 FP32 = Precision("fp32", None, "cpu")
@@ -131,8 +130,6 @@ class Toy(nn.Module):
                 self.fuse = nn.Sequential(*layers)
             if "classification" in kind:
                 self.classifier = nn.Linear(DIM, CLASSES)
-            if "region_text" in kind:
-                self.region = nn.Linear(DIM + 4, DIM)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         image, ids = self.image(batch["image"]), batch["input_ids"]
@@ -140,17 +137,6 @@ class Toy(nn.Module):
         outputs = {"image_embed": image, "text_embed": text, **self.scalar_outputs()}
         if hasattr(self, "classifier"):
             outputs["class_logits"] = self.classifier(image)
-        if hasattr(self, "region"):
-            boxes = batch["boxes"].to(image.dtype)
-            regions = self.region(
-                torch.cat([image[:, None].expand(-1, boxes.shape[1], -1), boxes], dim=2)
-            )
-            # the label texts, one token each
-            labels = torch.arange(1, CLASSES + 1, device=boxes.device)[:, None]
-            scale = outputs["logit_scale"]
-            outputs["region_logits"] = (
-                scale * F.normalize(regions, dim=-1) @ self.text(labels, labels > 0).T
-            )
         if "negative_ids" in batch:
             negative = self.text(batch["negative_ids"], batch["negative_mask"])
             outputs["match"] = self.fuse(torch.cat([image, text], dim=1))[:, 0]
@@ -227,7 +213,6 @@ def rows(num: int, step: int, invalid: tuple[int, ...] = ()) -> dict[str, Tensor
     """`num` rows of a step, random with (SEED, step)."""
     draw = torch.Generator().manual_seed(SEED * 1000 + step)
     num_tokens = torch.randint(1, MAX_TOKENS + 1, (num,), generator=draw)
-    num_boxes = torch.randint(0, MAX_BOXES + 1, (num,), generator=draw)
     valid = torch.ones(num, dtype=torch.bool)
     valid[list(invalid)] = False
     ids = torch.randint(1, VOCAB, (num, MAX_TOKENS), generator=draw)
@@ -240,25 +225,16 @@ def rows(num: int, step: int, invalid: tuple[int, ...] = ()) -> dict[str, Tensor
         "valid": valid,
         "label": torch.randint(-1, CLASSES, (num,), generator=draw),
         "pos": torch.arange(num) + step * num,
-        "boxes": torch.rand(num, MAX_BOXES, 4, generator=draw),
-        "box_labels": torch.randint(-1, CLASSES, (num, MAX_BOXES), generator=draw),
-        "box_mask": torch.arange(MAX_BOXES) < num_boxes[:, None],
     }
 
 
 def cut(batch: dict[str, Tensor], micro: int) -> list[Batch]:
-    """Micro-batches of `micro` rows, the last possibly smaller; captions and boxes trimmed to the
-    longest of each.
-    """
+    """Micro-batches of `micro` rows, the last possibly smaller; captions trimmed to the longest."""
     micro_batches = []
     for first in range(0, len(batch["valid"]), micro):
         part = {name: tensor[first : first + micro] for name, tensor in batch.items()}
-        for mask, names in (
-            ("attention_mask", ("input_ids",)),
-            ("box_mask", ("boxes", "box_labels")),
-        ):
-            length = int(part[mask].sum(1).max()) if mask in part else 0
-            part |= {name: part[name][:, :length] for name in (mask, *names) if name in part}
+        length = int(part["attention_mask"].sum(1).max())
+        part |= {name: part[name][:, :length] for name in ("attention_mask", "input_ids")}
         micro_batches.append(part)
     return micro_batches
 
@@ -311,21 +287,6 @@ def naive_matching(match: Tensor, negative: Tensor, has_negative: Tensor) -> Ten
     return (positives + negatives) / (2 * len(match))
 
 
-def naive_nll(logits: list[Tensor], labels: list[Tensor]) -> Tensor:
-    """Mean negative log-likelihood of the non-negative labels, one by one; [rows, entries, classes]
-    per micro-batch.
-    """
-    losses = [
-        -scores.log_softmax(0)[label]
-        for micro_logits, micro_labels in zip(logits, labels, strict=True)
-        for scores, label in zip(
-            micro_logits.flatten(0, 1), micro_labels.flatten().tolist(), strict=True
-        )
-        if label >= 0
-    ]
-    return torch.stack(losses).mean()
-
-
 def naive_negatives(outputs: list[Batch], micro_batches: list[Batch]) -> list[Batch]:
     """The micro-batches with a hard negative for each row, selected row by row in Python."""
     captions = [
@@ -376,13 +337,6 @@ def naive_loss(kind: str, outputs: list[Batch], micro_batches: list[Batch]) -> T
         labels = column("label", micro_batches)
         return F.cross_entropy(column("class_logits")[labels >= 0], labels[labels >= 0])
 
-    def region_text() -> Tensor:
-        labels = [
-            micro["box_labels"].where(micro["box_mask"] & micro["valid"][:, None], -1)
-            for micro in micro_batches
-        ]
-        return naive_nll([out["region_logits"] for out in outputs], labels)
-
     pair = ("image_embed", "text_embed", "logit_scale")
     formulas = {
         "contrastive": lambda: naive_contrastive(*map(column, pair)),
@@ -391,7 +345,6 @@ def naive_loss(kind: str, outputs: list[Batch], micro_batches: list[Batch]) -> T
             column("match"), column("match_negative"), column("has_negative", micro_batches)
         ),
         "classification": classification,
-        "region_text": region_text,
     }
     return sum(weight * formulas[name]() for name, weight in parse_terms(kind).items())
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmray.config import Config, Data, Evaluate, Inputs, Towers, TwoTower
+from mmray.data.store.class_names import match_classes
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.store.region_labels import match_classes
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.engine.collectives import Group
 from mmray.errors import DataError, UsageError
@@ -36,7 +36,6 @@ from mmray.evaluation.evaluator import Evaluator, embedding_loss
 from mmray.evaluation.examples import NUM_SHOWN
 from mmray.models.build import build
 from mmray.models.protocol import HeadScores
-from mmray.models.regions import LabelTexts, region_label_scores
 from mmray.objectives.contrastive import Contrastive
 from mmray.report.run import non_retrieval_metrics
 from tests.made import CAPTIONS, make_set, row
@@ -466,38 +465,6 @@ def test_rows_of_one_image_are_one_image_with_several_captions(tmp_path: Path, w
         text for texts in captions for text in texts
     }
     assert len({item["caption"] for item in shown}) == len(shown)
-
-
-class Naming(Toy):
-    """Labels a box by its left edge: 0.0 is label 1, 0.1 label 2."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.label_texts = LabelTexts(("", "a", "red"), [[1], [2], [3]])
-
-    def head_scores(self, batch: dict[str, Tensor]) -> dict[str, HeadScores]:
-        logits = F.one_hot((batch["boxes"][..., 0] * 10).round().long() + 1, 3).float()
-        return {"regions": region_label_scores(logits, batch, self.label_texts)}
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_region_head_is_scored(world: int, tmp_path: Path) -> None:
-    """Row r has r % 3 boxes, all labeled 1 except the first of every fourth row, which has no
-    label.
-    """
-    rows = []
-    for number in range(10):
-        boxes = [[0.1 * each, 0.0, 0.9, 1.0] for each in range(number % 3)]
-        labels = [-1 if not each and number % 4 == 0 else 1 for each in range(number % 3)]
-        rows.append(replace(row(number), boxes=boxes, box_labels=labels))
-    prepared = make_set(tmp_path / "set", rows)
-    labeled = [
-        (each, label) for made in rows for each, label in enumerate(made.box_labels) if label >= 0
-    ]
-    for metrics in score(prepared, Naming, world, inputs=INPUTS.replace(max_boxes=2)):
-        assert metrics["regions/boxes"] == len(labeled) == 7
-        assert metrics["regions/top_1"] == sum(each == 0 for each, _ in labeled) / len(labeled)
-        assert "regions/top_5" not in metrics  # two label names
 
 
 def test_no_readable_row_raises_on_every_rank(tmp_path: Path) -> None:

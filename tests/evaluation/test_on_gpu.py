@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from mmray.engine.collectives import Group
 from mmray.evaluation.evaluator import Evaluator
+from mmray.models.build import build
 from mmray.objectives.contrastive import Contrastive
 from tests.engine.fake_cuda import CPU, DEVICES, gpus, has_gpus
 from tests.evaluation import test_evaluator
@@ -19,22 +21,22 @@ CLASSES = {"classes": ("red circle", "blue square"), "prompts": ("{}", "a {}")}
 
 @pytest.fixture
 def prepared(tmp_path):
-    """Nine rows of two classes, one of them unreadable; each image has two boxes."""
+    """Nine rows of two classes, one of them unreadable."""
     rows = [row(number, texts=TEXTS[number % 3]) for number in range(9)]
     for number, record in enumerate(rows):
         record.label = number % 2
-        record.boxes = [[0.0, 0.1, 0.5, 0.9], [0.2, 0.0, 1.0, 0.4]]
-        record.box_labels = [1 + number % 2, 3]
     rows[5] = row(5, data=b"nothing")
     return make_set(tmp_path / "set", rows)
 
 
 def by_embeddings(prepared, device):
-    """Scores and examples of a model with a region head and class names."""
-    model = test_fusion.region_model(matching=False).double().to(device)
+    """Scores and examples of a model with a classification head and class names."""
+    torch.manual_seed(0)
+    spec = test_fusion.spec_of(matching=False)
+    model = build(spec, test_fusion.VOCAB).eval().double().to(device)
     settings = test_evaluator.SETTINGS.replace(**CLASSES)
     shown = []
-    evaluator = Evaluator(prepared, test_fusion.BOXED, test_fusion.TOKENIZER, settings)
+    evaluator = Evaluator(prepared, test_fusion.INPUTS, test_fusion.TOKENIZER, settings)
     return evaluator.score(model, Group(device=device), Contrastive(), 4, shown.append), shown
 
 

@@ -58,10 +58,6 @@ def float8(**train):
     return {"train": {"float8": "tensorwise"} | train}
 
 
-REGIONS = {
-    "recipe": "fusion",
-    "model": {"inputs": recipes.load("fusion").model.inputs.replace(max_boxes=2)},
-}
 RESNET = {"recipe": "resnet50-bert"}
 VLM = {"recipe": "vlm", "workers": 2}
 
@@ -92,7 +88,7 @@ VLM = {"recipe": "vlm", "workers": 2}
         (float8(compile="none"), "set --train.compile inductor or --train.float8 none"),
         (float8() | {"cluster": {"accelerator": "cpu"}}, "train.float8 needs GPUs"),
         (VLM | {"evaluate": {"classes": ("cat", "dog")}}, "`vlm` has no embeddings"),
-        ({"objective": {"kind": "region_text"}}, "for model.kind `towers`, not `two_tower`"),
+        ({"objective": {"kind": "matching"}}, "for model.kind `towers`, not `two_tower`"),
         ({"objective": {"kind": "sigmoid"}}, "set --model.logit-bias"),
         ({"model": {"logit_bias": -10.0}}, "set --model.logit-bias None"),
         (
@@ -108,19 +104,8 @@ VLM = {"recipe": "vlm", "workers": 2}
             {"recipe": "sample-av", "objective": {"kind": "audio_text"}},
             "trains the branch video; add one of its pairs, for example `+ video_text`, or switch",
         ),
-        (
-            {
-                "recipe": "sample-av",
-                "model": {"inputs": recipes.load("sample-av").model.inputs.replace(max_boxes=2)},
-            },
-            "audio_rate) reads no boxes",
-        ),
         ({"recipe": "sample-av", "model": {"matching": True}}, "add `+ clip_matching`"),
         ({"recipe": "sample-av", "model": {"logit_bias": -10.0}}, "set --model.logit-bias None"),
-        (
-            {"model": {"inputs": recipes.load("sample").model.inputs.replace(max_boxes=2)}},
-            "`two_tower` reads no boxes",
-        ),
         (
             {
                 "recipe": "sample-av",
@@ -138,19 +123,10 @@ VLM = {"recipe": "vlm", "workers": 2}
             "has no branch `vision`; it has image, text",
         ),
         (
-            REGIONS | {"train": {"deterministic": True}},
-            "(roi_align) is not deterministic; set --model.inputs.max-boxes 0, or --cluster",
-        ),
-        (
             RESNET | {"model": {"batch_norm": "synced"}, "cluster": {"accelerator": "cpu"}},
             "`synced` needs GPUs",
         ),
         (RESNET | {"model": {"image": ImageTower(name="resnet50")}}, "model.batch_norm: `frozen`"),
-        (
-            {"recipe": "fusion", "objective": {"kind": "matching + region_text"}},
-            "set --model.inputs.max-boxes 32",
-        ),
-        (REGIONS, "add `+ region_text` to --objective.kind"),
         (
             {"evaluate": {"num_generations": 5}},
             "evaluate.num_generations: model.kind `two_tower` generates no text",
@@ -347,11 +323,9 @@ def test_settings_that_weights_override_pass():
 
 IMAGES = ClipInputs(**dict(INPUTS), clip_s=0)
 OBJECTIVES = (
-    "contrastive", "sigmoid", "matching", "classification", "region_text", "language_modelling",
+    "contrastive", "sigmoid", "matching", "classification", "language_modelling",
     "contrastive + sigmoid", "contrastive + matching", "sigmoid + matching",
-    "contrastive + classification",
-    "contrastive + region_text", "contrastive + matching + classification",
-    "contrastive + matching + region_text",
+    "contrastive + classification", "contrastive + matching + classification",
 )  # fmt: skip
 
 
@@ -365,11 +339,6 @@ OBJECTIVES = (
         ("fusion", {"logit_bias": -10.0}, ["sigmoid + matching"]),
         ("fusion", {"matching": False, "classes": 3}, ["contrastive + classification"]),
         ("fusion", {"classes": 3}, ["contrastive + matching + classification"]),
-        (
-            "fusion",
-            {"inputs": IMAGES.replace(max_boxes=2), "region_labels": ("a", "b")},
-            ["contrastive + matching + region_text"],
-        ),
     ],
 )
 def test_validation_and_dry_run_support_the_same_objectives(kind, settings, supported):
@@ -383,8 +352,6 @@ def test_validation_and_dry_run_support_the_same_objectives(kind, settings, supp
     else:
         spec = TwoTower(**towers, inputs=INPUTS, vocab_size=20, **settings)
     model = build(spec, 20)
-    if spec.regions:
-        model.label_texts._set([[1, 2], [3]])
     early, late = [], []
     for name in OBJECTIVES:
         config = Config(model=spec, objective=Objective(kind=name))

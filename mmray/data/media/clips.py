@@ -7,7 +7,7 @@ from (seed, pass over the set, key).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -134,8 +134,7 @@ class ClipColumns:
     `num_samples` int32 [R] and `has_text` bool [R], False for a row without a text. A row without
     video or audio, or without any in the span of its clip, has the number 0; an image is a video of
     one frame. `video` and `num_frames` are missing if `frames` is 0, `audio` and `num_samples` if
-    `audio_rate` is 0. A batch, cut to the longest clip, has also `has_video` and `has_audio` bool
-    [B].
+    `audio_rate` is 0. A batch (`clip_batch`) has also `has_video` and `has_audio` bool [B].
 
     Args:
         inputs: The `model.inputs` section: S is its `image_side`, F its `frames`, and N the samples
@@ -144,13 +143,12 @@ class ClipColumns:
             none.
     """
 
-    counts: ClassVar = {"num_frames": "video", "num_samples": "audio"}
-
     def __init__(self, inputs: ClipInputs, augment: Augment | None = None) -> None:
         self.inputs = inputs
         self.augment = augment
 
     def empty(self, num_rows: int) -> dict[str, np.ndarray]:
+        """Return the columns of a block of rows without clips."""
         columns = {"has_text": np.zeros(num_rows, bool)}
         side = self.inputs.image_side
         if frames := self.inputs.frames:
@@ -167,10 +165,16 @@ class ClipColumns:
         columns: dict[str, np.ndarray],
         index: int,
         row: Row,
-        image_size: tuple[int, int],
         uniforms: np.ndarray | None,
     ) -> None:
         """Decode the clip of one row, which shows the span of its text, otherwise the whole file.
+
+        Args:
+            columns: The arrays that `empty` returned; entry `index` of each is changed.
+            row: The stored row with at most one text.
+            uniforms: Random numbers in [0, 1) that determine its augmentation, float64 [51]: the
+                first 49 are those for its pixels, the last two place a clip and its frames. None:
+                no augmentation, and the middle of a span.
 
         Raises:
             BadImage: The row has several media of a kind, or one cannot be decoded.
@@ -222,15 +226,28 @@ class ClipColumns:
         samples = read_sound(by_kind, window, rate) if rate else None
         return None if samples is None else samples[: round(self.inputs.clip_s * rate)]
 
-    def to_batch(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        batch = {"has_text": rows["has_text"]}
-        for name, count, present, least in (
-            ("video", "num_frames", "has_video", 1),
-            ("audio", "num_samples", "has_audio", MIN_SAMPLES),
-        ):
-            if name in rows:
-                longest = max(least, int(rows[count].max()))
-                batch[name] = np.ascontiguousarray(rows[name][:, :longest])
-                batch[count] = rows[count].astype(np.int64)
-                batch[present] = rows[count] > 0
-        return batch
+
+def clip_columns(inputs: Any, augment: Augment | None = None) -> ClipColumns | None:
+    """Return the columns of clips for the `model.inputs` of a model that takes clips; None for
+    others.
+    """
+    return ClipColumns(inputs, augment) if getattr(inputs, "clip_s", 0) else None
+
+
+def clip_batch(rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the columns of clips that the model reads, cut to the longest clip, from columns of a
+    block; {} without clips.
+    """
+    if "has_text" not in rows:
+        return {}
+    batch = {"has_text": rows["has_text"]}
+    for name, count, present, least in (
+        ("video", "num_frames", "has_video", 1),
+        ("audio", "num_samples", "has_audio", MIN_SAMPLES),
+    ):
+        if name in rows:
+            longest = max(least, int(rows[count].max()))
+            batch[name] = np.ascontiguousarray(rows[name][:, :longest])
+            batch[count] = rows[count].astype(np.int64)
+            batch[present] = rows[count] > 0
+    return batch

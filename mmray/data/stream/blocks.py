@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 Block = dict[str, np.ndarray]
-NO_LABEL = -1  # label of a row or a box without one
+NO_LABEL = -1  # label of a row without one
 
 
 def join_blocks(parts: Sequence[Block], pixels: np.ndarray | None = None) -> Block:

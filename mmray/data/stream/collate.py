@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import repeat
 
 import numpy as np
 import torch
 
-from mmray.data.columns import ExtraColumns
+from mmray.data.media.clips import clip_batch
 from mmray.data.stream.blocks import join_blocks, pad_columns
 
 Batch = dict[str, torch.Tensor]
@@ -34,7 +34,6 @@ def iter_micro_batches(
     token_multiple: int = 1,
     max_tokens: int = sys.maxsize,
     memory: PixelMemory | None = None,
-    extra: Sequence[ExtraColumns] = (),
 ) -> Iterator[list[Batch]]:
     """Yield the micro-batches of a rank for each step; the last of a step may be smaller.
 
@@ -47,7 +46,7 @@ def iter_micro_batches(
         For each step a list of micro-batches, dicts of tensors: `image` uint8 [B, 3, S, S], unless
         the model takes clips; `input_ids` and `attention_mask` int64 [B, T]; `key`, `label` (-1:
         none) and `pos` int64 [B]; `valid` bool [B], False for padding and unreadable rows; and
-        those that `to_batch` of `extra` returns.
+        those of `clip_batch` for clips.
     """
     for rows in iter_step_rows(blocks, repeat(rank_rows), memory):
         # the order within one micro-batch has no effect
@@ -56,7 +55,7 @@ def iter_micro_batches(
         # One tensor for the step: micro-batches are adjacent views, which one copy moves to a GPU.
         pixels = {"image": torch.from_numpy(rows["image"])} if "image" in rows else {}
         yield [
-            _batch(_slice(rows, first, micro_batch_size), token_multiple, max_tokens, extra)
+            _batch(_slice(rows, first, micro_batch_size), token_multiple, max_tokens)
             | {name: column[first : first + micro_batch_size] for name, column in pixels.items()}
             for first in range(0, rank_rows, micro_batch_size)
         ]
@@ -149,25 +148,19 @@ def _slice(rows: NumpyBatch, first: int, size: int) -> NumpyBatch:
     return {name: column[first : first + size] for name, column in rows.items()}
 
 
-def _batch(
-    rows: NumpyBatch, token_multiple: int, max_tokens: int, extra: Sequence[ExtraColumns]
-) -> Batch:
+def _batch(rows: NumpyBatch, token_multiple: int, max_tokens: int) -> Batch:
     """Return the columns of a micro-batch, except `image`."""
     longest = int(rows["num_tokens"].max())
     longest = min(-(-longest // token_multiple) * token_multiple, max_tokens)
     ids = pad_columns(rows["input_ids"], longest)
     tokens = token_columns(ids[:, :longest], rows["num_tokens"])
     others = {name: torch.from_numpy(rows[name]) for name in ("key", "label", "valid", "pos")}
-    return extra_tensors(rows, extra) | tokens | others
+    return clip_tensors(rows) | tokens | others
 
 
-def extra_tensors(rows: NumpyBatch, extra: Sequence[ExtraColumns]) -> Batch:
-    """Return the columns of a micro-batch that only some models have, such as boxes."""
-    return {
-        name: torch.from_numpy(column)
-        for columns in extra
-        for name, column in columns.to_batch(rows).items()
-    }
+def clip_tensors(rows: NumpyBatch) -> Batch:
+    """Return the columns of `clip_batch` as tensors."""
+    return {name: torch.from_numpy(column) for name, column in clip_batch(rows).items()}
 
 
 def token_columns(ids: np.ndarray, num_tokens: np.ndarray) -> Batch:

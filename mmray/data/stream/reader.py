@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import numpy as np
 
-from mmray.data.columns import extra_columns
 from mmray.data.images.decode import MAX_PIXELS, BadImage, decode
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.images.transform import transform
-from mmray.data.media.clips import NUM_CLIP_UNIFORMS, ClipColumns
+from mmray.data.media.clips import NUM_CLIP_UNIFORMS, clip_columns
 from mmray.data.store.manifest import MANIFEST
 from mmray.data.store.mixture import PreparedMixture, read_each
 from mmray.data.store.prepared_set import PreparedSet
@@ -250,25 +249,26 @@ class RowReader(SetReader):
             self.augment = _to_namespace(augment)
             vars(self.augment)["function"] = function
         fits = prepared.num_rows * 3 * inputs.image_side**2 <= image_cache_mb * 1e6
-        self.extra_columns = extra_columns(self.inputs, self.augment)
         # Frames and samples instead of one image.
-        self.takes_clips = any(isinstance(extra, ClipColumns) for extra in self.extra_columns)
+        self.clips = clip_columns(self.inputs, self.augment)
         # Hits would be rare if only some of the images fit.
-        self._keeps_images = fits and self.augment is None and not self.takes_clips
+        self._keeps_images = fits and self.augment is None and self.clips is None
         self._kept_images: dict[int, Block] = {}  # encoded, by row
         self.encoder = build_encoder(tokenizer_json, self.inputs)
 
     @property
     def row_bytes(self) -> int:
         """Approximate bytes of a row after decoding: its pixels and token ids."""
-        columns = [column for extra in self.extra_columns for column in extra.empty(1).values()]
-        num_bytes = sum(column.nbytes for column in columns) + 4 * self.inputs.max_tokens
-        return num_bytes + (0 if self.pixel_shape is None else 3 * self.inputs.image_side**2)
+        if self.clips is None:
+            num_bytes = 3 * self.inputs.image_side**2
+        else:
+            num_bytes = sum(column.nbytes for column in self.clips.empty(1).values())
+        return num_bytes + 4 * self.inputs.max_tokens
 
     @property
     def pixel_shape(self) -> tuple[int, ...] | None:
         """Shape of the pixels of a row: (3, S, S); None for clips."""
-        return None if self.takes_clips else (3, self.inputs.image_side, self.inputs.image_side)
+        return (3, self.inputs.image_side, self.inputs.image_side) if self.clips is None else None
 
     def read_block(
         self, plan: SamplePlan, positions: np.ndarray, pixels: np.ndarray | None = None
@@ -286,12 +286,12 @@ class RowReader(SetReader):
         Returns:
             The columns of `row_columns`; `input_ids` int32 [R, T], padded on the right, and
             `num_tokens` int32 [R]; `image` uint8 [R, 3, S, S], unless the model takes clips; and
-            those of its BoxColumns or ClipColumns.
+            those of its ClipColumns.
         """
         rows, row_ids, pass_index, row_hash = self.read_rows(plan, positions)
         uniforms = (
             hash_uniform(plan.seed, pass_index, row_hash, NUM_CLIP_UNIFORMS)
-            if self.augment or self.takes_clips
+            if self.augment or self.clips
             else [None] * len(rows)
         )
         num_texts = [len(row.texts) or 1 if row else 1 for row in rows]
@@ -303,9 +303,7 @@ class RowReader(SetReader):
         if pixels is None and self.pixel_shape is not None:
             pixels = np.empty((len(rows), *self.pixel_shape), np.uint8)
         valid = np.zeros(len(rows), bool)
-        columns: Block = {}
-        for extra in self.extra_columns:
-            columns |= extra.empty(len(rows))
+        columns: Block = {} if self.clips is None else self.clips.empty(len(rows))
         if pixels is not None:
             columns["image"] = pixels
         for index, row in enumerate(rows):
@@ -334,23 +332,18 @@ class RowReader(SetReader):
         )
 
     def encode_row(self, row: Row, choice: int = 0, uniforms: np.ndarray | None = None) -> Block:
-        columns: Block = {}
-        image_size = (0, 0)
-        if self.takes_clips:
+        if self.clips is not None:
             row = row.with_text(choice)
             self.check_media(row.media, MAX_PIXELS)
-        else:
-            if self.subprocess_decoder is not None:
-                self.subprocess_decoder.check(
-                    row.image, self.max_pixels, (self.inputs, self.augment, uniforms)
-                )
-            rgb = decode(row.image, self.max_pixels)
-            image_size = (rgb.shape[1], rgb.shape[0])
-            columns["image"] = transform(rgb, self.inputs, self.augment, uniforms)[None]
-        for extra in self.extra_columns:
-            columns |= extra.empty(1)
-            extra.set_row(columns, 0, row, image_size, uniforms)
-        return columns
+            columns = self.clips.empty(1)
+            self.clips.set_row(columns, 0, row, uniforms)
+            return columns
+        if self.subprocess_decoder is not None:
+            self.subprocess_decoder.check(
+                row.image, self.max_pixels, (self.inputs, self.augment, uniforms)
+            )
+        rgb = decode(row.image, self.max_pixels)
+        return {"image": transform(rgb, self.inputs, self.augment, uniforms)[None]}
 
 
 def row_columns(

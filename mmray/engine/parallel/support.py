@@ -45,12 +45,6 @@ def _transform_reasons(config: Config) -> list[str]:
     train = config.train
     model: Any = config.model
     reasons = []
-    has_regions = model.regions
-    if train.deterministic and has_regions and config.cluster.accelerator != "cpu":
-        reasons.append(
-            "train.deterministic: on a GPU the gradient of regions (roi_align) is not "
-            "deterministic; set --model.inputs.max-boxes 0, or --cluster.accelerator cpu"
-        )
     recomputed = [setting.partition("=")[0] for setting in train.activation_checkpointing]
     unknown = [name for name in recomputed if name not in model.branches]
     if model.branches and unknown:

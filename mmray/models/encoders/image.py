@@ -1,5 +1,5 @@
-"""Image encoders ("towers"): normalized pixels -> features [B, width], or a feature map (for
-towers.py).
+"""Image encoders ("towers"): normalized pixels -> features [B, width], or those of each position
+(for towers.py).
 """
 
 from __future__ import annotations
@@ -133,11 +133,6 @@ class ImageEncoder(nn.Module, ABC):
         on_meta: Any = _copy_to_meta(self)
         pixels = torch.zeros(1, 3, image_side, image_side, device="meta")
         return int(on_meta.features(pixels).shape[1])
-
-    def grid(self, features: Tensor) -> Tensor:
-        """Return the features as a map [B, width, H, H] of the patches."""
-        patches = features[:, self.prefix_tokens :]
-        return patches.transpose(1, 2).unflatten(2, (math.isqrt(patches.shape[1]), -1))
 
 
 class Backbone(ImageEncoder):

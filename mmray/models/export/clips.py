@@ -16,7 +16,7 @@ from mmray.data.media.clips import ClipColumns, full_span
 from mmray.data.media.decode import WITHOUT_DURATION, BadMedia, read_header
 from mmray.data.media.formats import detect_demuxer
 from mmray.data.store.stored_row import Media, Row
-from mmray.data.stream.collate import Batch
+from mmray.data.stream.collate import Batch, clip_tensors
 from mmray.errors import UsageError
 from mmray.models.export.load import Embedder, MediaInput, unreadable
 
@@ -102,7 +102,7 @@ class ClipEmbedder(Embedder):
         columns = clips.empty(max(1, len(files)))
         for index, (file, span) in enumerate(zip(files, spans, strict=True)):
             try:
-                clips.set_row(columns, index, _read_clip(file, span, kind), (0, 0), None)
+                clips.set_row(columns, index, _read_clip(file, span, kind), None)
             except (OSError, BadImage) as error:
                 if kind is None or getattr(error, "reason", None) != f"no-{kind}":
                     raise unreadable("file", start + index, file, error) from error
@@ -111,8 +111,7 @@ class ClipEmbedder(Embedder):
                 warnings.warn(
                     f"file {start + index}{name} has no {kind}; its embedding is 0", stacklevel=6
                 )
-        batch = clips.to_batch(columns)
-        return {name: torch.from_numpy(each).to(self.device) for name, each in batch.items()}
+        return {name: each.to(self.device) for name, each in clip_tensors(columns).items()}
 
     def _embed_media(
         self, kind: str, files: Sequence[MediaInput], spans: Spans | None, batch: int

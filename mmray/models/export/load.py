@@ -29,7 +29,6 @@ from mmray.models.export.export import CONFIG, TOKENIZER, WEIGHTS, from_hf_state
 from mmray.models.export.vlm import as_section, load_vlm, read_spec
 from mmray.models.open_clip import rename_to_hf
 from mmray.models.protocol import saved_layers
-from mmray.models.regions import boxes_on_square
 from mmray.storage.paths import AnyPath, local_copy, to_path
 
 if TYPE_CHECKING:
@@ -89,9 +88,9 @@ class Embedder:
     """Embeds images and texts in one space; the dot product of two embeddings is their similarity.
 
     `embed_images` and `embed_texts` take lists of N inputs and return L2-normalized tensors float32
-    [N, D]. `match`, `classify` and `classify_boxes` return probabilities of the heads of a model
-    that has them. Images are PIL images, encoded bytes, or paths. Methods raise DataError with the
-    index of the first unreadable image or text.
+    [N, D]. `match` and `classify` return probabilities of the heads of a model that has them.
+    Images are PIL images, encoded bytes, or paths. Methods raise DataError with the index of the
+    first unreadable image or text.
 
     Args:
         model: A module with `embed_image`, from pixels uint8 [B, 3, S, S], and `embed_text`, from
@@ -188,37 +187,6 @@ class Embedder:
         """
         head = self._require_head("class_head", "model.classes")
         return self._pair_logits(head, images, texts, batch, language).softmax(dim=1)
-
-    @torch.no_grad()
-    def classify_boxes(
-        self,
-        image: ImageInput,
-        boxes: Sequence[Sequence[float]],
-        texts: Sequence[str] | None = None,
-    ) -> Tensor:
-        """Return the probability of each label for boxes of an image.
-
-        Args:
-            image: A PIL image, encoded bytes or the path of a file.
-            boxes: N boxes (left, top, width, height) in pixels of the image, as in COCO.
-            texts: C label names; None: those in `model.region_labels` of the training, in order.
-
-        Returns:
-            Probabilities of the C labels for each box (their sum is 1), float32 [N, C] on the CPU.
-
-        Raises:
-            UsageError: The model has no region head.
-            DataError: The image is unreadable, or a box is outside the part of it that the model
-                gets.
-        """
-        self._require_head("region_head", "model.inputs.max_boxes")
-        height, width = decode_image(0, image).shape[:2]
-        pixels = self._pixels(0, [image])
-        model_boxes = boxes_on_square(boxes, (width, height), self.inputs)[None].to(self.device)
-        embeds = None if texts is None else self.embed_texts(texts).to(self.device)
-        features = self.model.image(pixels).features
-        logits = self.model.classify_regions(features, model_boxes, embeds)
-        return logits[0].softmax(dim=1).float().cpu()
 
     def _require_head(self, name: str, setting: str) -> Any:
         if (head := getattr(self.model, name, None)) is None:

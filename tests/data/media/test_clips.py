@@ -13,7 +13,14 @@ import pytest
 
 from mmray.config import ClipInputs
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
-from mmray.data.media.clips import ClipColumns, Window, choose_window, frame_times, full_span
+from mmray.data.media.clips import (
+    ClipColumns,
+    Window,
+    choose_window,
+    clip_batch,
+    frame_times,
+    full_span,
+)
 from mmray.data.media.decode import verify_media
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Media, Row
@@ -193,7 +200,7 @@ def test_grouping_by_length_pads_clips_less(prepared: PreparedSet) -> None:
     rows = []
     for is_grouped in (False, True):
         blocks = [reader.read_block(plan_of(), np.arange(8))]
-        [micro_batches] = iter_micro_batches(blocks, 8, 2, is_grouped, extra=reader.extra_columns)
+        [micro_batches] = iter_micro_batches(blocks, 8, 2, is_grouped)
         batch = make_local_batch(micro_batches)
         fractions = padding_fractions(list(batch.token_counts))
         shares.append([fractions["batch/padding_audio"], fractions["batch/padding_video"]])
@@ -233,11 +240,11 @@ def test_clip_has_no_frames_or_sound_where_a_stream_has_none(
     row = Row("a", [video], ["text"], spans=[list(span)])
     columns = ClipColumns(INPUTS)
     block = columns.empty(1)
-    columns.set_row(block, 0, row, (0, 0), None)
+    columns.set_row(block, 0, row, None)
     assert block["num_frames"].tolist() == [frames]
     # AAC and Opus have an encoder delay.
     assert block["num_samples"][0] / RATE == pytest.approx(seconds, abs=0.05)
-    batch = columns.to_batch(block)
+    batch = clip_batch(block)
     assert (batch["has_video"][0], batch["has_audio"][0]) == (frames > 0, seconds > 0)
     start, end = full_span(video)
     assert start == pytest.approx(times_ms[0] / 1000, abs=0.01)

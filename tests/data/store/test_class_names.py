@@ -10,10 +10,10 @@ import pytest
 
 from mmray.config import Config, Towers, TwoTower
 from mmray.config.model import CustomModel
+from mmray.data.store.class_names import match_classes, with_class_names
 from mmray.data.store.manifest import write_manifest
 from mmray.data.store.mixture import PreparedMixture
 from mmray.data.store.prepared_set import UNKNOWN_CLASS, PreparedSet
-from mmray.data.store.region_labels import match_classes, with_class_names
 from mmray.errors import UsageError
 from mmray.evaluation.build import describe_code_names
 from tests.made import make_set, row
@@ -56,7 +56,7 @@ def test_classes_of_numbers_are_their_names(tmp_path: Path) -> None:
     assert match_classes(MODEL, numbers) is numbers
     hidden = labeled(tmp_path / "hidden", (), [None] * 1000 + [7])
     assert labels(match_classes(named, hidden))[-1] == UNKNOWN_CLASS
-    assert "none of model.class_names (1, 2, 3)" in named.label_checks()["label"](UNKNOWN_CLASS)
+    assert "none of model.class_names (1, 2, 3)" in named.label_problem(UNKNOWN_CLASS)
 
 
 def test_classes_that_cannot_be_matched_are_refused_with_both_lists(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def probe(
 
     None: `batch.micro: auto`.
     """
-    inputs = SimpleNamespace(image_side=4, max_tokens=6, max_boxes=0)
+    inputs = SimpleNamespace(image_side=4, max_tokens=6)
     parallel = "fsdp" if is_sharded(model) else "ddp"
     config = SimpleNamespace(train=toy.train_settings(parallel=parallel), optimizer=toy.OPTIMIZER)
     config.model = SimpleNamespace(inputs=inputs, vocab_size=20)

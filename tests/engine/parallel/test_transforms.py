@@ -41,7 +41,7 @@ from mmray.models.synthetic import synthetic_batch
 from mmray.models.two_tower import TwoTower as TwoTowerModel
 from tests.engine import recipe_models, toy
 from tests.engine.recipe_models import IMAGE, IMAGE_INPUTS, INPUTS, MODELS, TOWERS, VOCAB
-from tests.models.test_fusion import boxed_batch, region_model
+from tests.models import test_fusion
 
 TEXT = TextTower(width=16, depth=2, heads=2, dropout=0.2)
 CROSS = CrossAttention(width=16, depth=2, heads=2, dropout=0.2)
@@ -125,15 +125,19 @@ def test_transformed_model_takes_same_steps(name: str, settings: dict) -> None:
 
 
 def test_selective_checkpointing_of_a_branch_that_is_called_twice_in_a_step() -> None:
-    """The text branch encodes captions and label names, with weights that autocast casts."""
+    """The text branch encodes captions and negative ones, with weights that autocast casts."""
     gradients = []
+    batch = synthetic_batch(test_fusion.INPUTS, test_fusion.VOCAB, 4, "cpu")
+    names = ("input_ids", "attention_mask"), ("negative_ids", "negative_mask")
+    batch |= {other: batch[name].flip(0) for name, other in zip(*names, strict=True)}
     for selective in (False, True):
-        model: Any = region_model()
+        torch.manual_seed(0)
+        model: Any = build(test_fusion.spec_of(), test_fusion.VOCAB).eval()
         if selective:
             checkpoint_activations(model.text, selective)
         with torch.autocast("cpu", torch.bfloat16):
-            outputs = model(boxed_batch())
-        (outputs["region_logits"].max() + outputs["text_embed"].sum()).backward()
+            outputs = model(batch)
+        (outputs["match_negative"].max() + outputs["text_embed"].sum()).backward()
         gradients.append(torch.cat([each.grad.flatten() for each in model.text.parameters()]))
     assert (gradients[1] - gradients[0]).norm() < 0.02 * gradients[0].norm()
 

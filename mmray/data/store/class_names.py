@@ -1,4 +1,4 @@
-"""Names of the classes of rows and of boxes, by which the labels of several sets are matched."""
+"""Names of classes, by which the labels of several sets are matched."""
 
 from __future__ import annotations
 
@@ -14,44 +14,6 @@ from mmray.errors import UsageError
 
 _NUM_CHECKED_ROWS = 1000  # of a set whose classes have no names
 _NUM_SHOWN_NAMES = 20
-MAX_LABELS = 20_000  # the text tower embeds the name of each label in every micro-batch
-
-
-def with_region_labels(
-    model: Any, train_sets: Sequence[PreparedSet], eval_sets: Sequence[PreparedSet]
-) -> Any:
-    """Fill in `model.region_labels`, the names of the box classes, from the sets, unless it is set.
-
-    Args:
-        model: The `model` section of the config; returned unchanged if it has no `regions` or has
-            `region_labels`.
-        train_sets: Sets whose manifests have the names of their box labels.
-        eval_sets: Sets that must not name a label differently.
-
-    Returns:
-        The section with the name of label n at index n; "" for a number without a name.
-
-    Raises:
-        UsageError: The sets have no names, different ones, or a label of MAX_LABELS (20,000) or
-            more.
-    """
-    if not model.regions or model.region_labels:
-        return model
-    labels = _merge_label_names(train_sets)
-    address = train_sets[0].folder
-    if not labels:
-        raise UsageError(
-            f"model.region_labels: {address} has no names of its box labels; name labels "
-            "0, 1, ... with --model.region-labels"
-        )
-    last = max(labels)
-    if last >= MAX_LABELS:
-        raise UsageError(
-            f"model.region_labels: {address} has a box label {last} ({labels[last]}); they count "
-            f"from 0 and are fewer than {MAX_LABELS:,}: renumber them in the source"
-        )
-    _merge_label_names([*train_sets, *eval_sets])
-    return model.replace(region_labels=tuple(labels.get(label, "") for label in range(last + 1)))
 
 
 def with_class_names(model: Any, train_sets: Sequence[PreparedSet]) -> Any:
@@ -96,9 +58,8 @@ def match_classes(
 
     Raises:
         UsageError: The set has classes that the run does not have, and the model has a
-            classification head; or it numbers box labels differently.
+            classification head.
     """
-    _check_region_labels(model, prepared)
     own = prepared.manifest.class_names
     if not _uses_labels(model) or own == model.class_names:
         return prepared
@@ -134,22 +95,6 @@ def match_classes(
     return prepared.with_label_numbers({label: of_run[name] for label, name in names.items()})
 
 
-def _check_region_labels(model: Any, prepared: PreparedSet) -> None:
-    """Raise UsageError if the set has the name of a box label of the model at another number; a
-    name that the model does not have may be another word for it.
-    """
-    run = getattr(model, "region_labels", ())
-    for label, name in prepared.manifest.box_names.items():
-        if not name or name not in run or not is_integer(label):
-            continue
-        if name != (run[int(label)] if int(label) < len(run) else ""):
-            raise UsageError(
-                f"{prepared.folder}: box label {label} is `{name}`, which is label "
-                f"{run.index(name)} of model.region_labels: use the same label numbers in the "
-                "sources of all sets"
-            )
-
-
 def _uses_labels(model: Any) -> bool:
     return hasattr(model, "class_names") and getattr(model, "classes", None) != 0
 
@@ -167,16 +112,3 @@ def _check_distinct(names: Sequence[str], prepared: PreparedSet) -> None:
 def _format_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NUM_SHOWN_NAMES:,} more" if len(names) > _NUM_SHOWN_NAMES else ""
     return ", ".join(names[:_NUM_SHOWN_NAMES]) + more
-
-
-def _merge_label_names(sets: Sequence[PreparedSet]) -> dict[int, str]:
-    """Merge the label names of the sets. Raises UsageError if two sets name a label differently."""
-    labels: dict[int, str] = {}
-    for each in sets:
-        for label, name in each.manifest.box_names.items():
-            if labels.setdefault(int(label), name) != name:
-                raise UsageError(
-                    f"model.region_labels: label {label} is `{labels[int(label)]}` in one set and "
-                    f"`{name}` in {each.folder}; use the same label numbers in both sources"
-                )
-    return labels
