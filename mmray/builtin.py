@@ -156,9 +156,6 @@ HF_IMAGE_TYPES = ("vit", "dinov2", "resnet", "timm_wrapper")
 HF_AUDIO_TYPES = ("whisper", "clap", "clap_audio_model")
 """Values of `model_type` of transformers that `model.audio.weights` takes."""
 
-HF_VIDEO_TYPES = ("videomae",)
-"""Values of `model_type` of transformers that `model.video.weights` takes."""
-
 HF_TEXT_TYPES = (
     "bert",
     "roberta",

@@ -87,8 +87,8 @@ OWN = ["--model.kind", "mine:Net", "--model.settings"]
         # `true` is a class name here
         (["--evaluate.classes", "true", "null"], {"evaluate.classes": ["true", "null"]}),
         (
-            ["--evaluate.limit", "None", "--evaluate.language=None"],
-            {"evaluate.limit": None, "evaluate.language": None},
+            ["--evaluate.limit", "None", "--evaluate.loss-batch=None"],
+            {"evaluate.limit": None, "evaluate.loss_batch": None},
         ),
         (
             [*OWN, "deep", "true", "width", "3", "name", "x"],

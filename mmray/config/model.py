@@ -49,26 +49,10 @@ class Inputs(Section, settings_prefix="model.inputs"):
     )
     tokenizer: str = Field(
         "trained",
-        description="`trained` (by prepare), a folder or file (tokenizer.json, vocab.txt, "
-        "vocab.json with merges.txt, "
-        "CLIP's bpe_simple_vocab_16e6.txt.gz, a SentencePiece .model), or a hub name.",
+        description="`trained` (by prepare), a folder or file (tokenizer.json, or CLIP's "
+        "bpe_simple_vocab_16e6.txt.gz), or a hub name.",
     )
     max_tokens: MaxTokens = 64
-    language_token: str = Field(
-        "",
-        description="Pattern of the token for a row's `language`, before its text, such as "
-        "`[{}]`; empty: none.",
-    )
-
-    @field_validator("language_token")
-    @classmethod
-    def _check_language_token(cls, value: str) -> str:
-        if value and not (value.count("{}") == 1 and all(value.split("{}"))):
-            raise ValueError(
-                f"needs exactly one `{{}}` for the language, with text on both sides "
-                f"(got {value!r})"
-            )
-        return value
 
 
 _KIND = tyro.conf.arg(

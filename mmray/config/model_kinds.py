@@ -212,11 +212,6 @@ class FrameTransformer(DropoutTransformer, settings_prefix="model.video"):
     """
 
     depth: int = Field(1, ge=0, description="Number of layers; 0: the mean over the frames.")
-    weights: Weights = Field(
-        "none",
-        description="`none`, or a folder of transformers or hub name with a VideoMAE model, which "
-        "is used instead of `model.image` and this transformer.",
-    )
 
 
 class ClipInputs(Inputs):
@@ -313,8 +308,7 @@ class Towers(TowerModel):
         return (*pairs, "clip_matching" if self.takes_clips else "matching", "classification")
 
     def part_weights(self) -> dict[str, str]:
-        more = {"audio": self.audio.weights, "video": self.video.weights}
-        return super().part_weights() | more
+        return super().part_weights() | {"audio": self.audio.weights}
 
     def unsupported_reasons(self) -> list[str]:
         inputs = self.inputs
@@ -445,9 +439,6 @@ class VlmInputs(Section, settings_prefix="model.inputs"):
     """Limits of the inputs of a vision-language model, which its processor (of transformers)
     computes.
     """
-
-    # Settings of other models that these do not have.
-    language_token: ClassVar[str] = ""
 
     max_tokens: int = Field(
         4096,

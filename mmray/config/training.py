@@ -249,9 +249,6 @@ class EvalSettings(Section, settings_prefix="evaluate"):
         description="Zero-shot prompts, with `{}` for the class name, or `imagenet` (80 prompts), "
         "`cifar` (18) or `simple` (7); their embeddings are averaged.",
     )
-    language: str | None = Field(
-        None, description="Language of `classes` and `prompts`, for language tokens."
-    )
 
     def with_prompts(self, name: str) -> Self:
         """Return the settings with the texts of all prompts."""

@@ -16,7 +16,6 @@ MAIN_METRICS = (
     *((f"recall_at_1/{way}", f"recall@1 {way.replace('_', ' ')}", ".1%") for way in DIRECTIONS),
     ("zero_shot/top_1", "zero-shot top 1", ".1%"),
     ("exact_match", "exact match", ".1%"),
-    ("cider", "CIDEr", ".3f"),
     ("perplexity", "perplexity", ".3f"),
     ("token_accuracy", "token accuracy", ".1%"),
 )
@@ -30,7 +29,7 @@ def main_scores(scores: Mapping[str, float | None]) -> list[tuple[str, str]]:
 
     Returns:
         Pairs of title and value of each measured one of recall@1, zero-shot accuracy, exact match,
-        CIDEr, perplexity and token accuracy, such as ("recall@1 image to text", "41.2%").
+        perplexity and token accuracy, such as ("recall@1 image to text", "41.2%").
     """
     return [
         (title, format(value, style))

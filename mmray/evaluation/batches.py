@@ -202,8 +202,7 @@ class EvalRow(NamedTuple):
     Attributes:
         number: Index of the row in the set.
         columns: Inputs of the model by name: `image` uint8 [1, 3, S, S], resized and cropped.
-        texts: Its captions; with the token of their language before them, if the model has such
-            tokens.
+        texts: Its captions, as the tokenizer gets them.
         label: Class of the row; -1: none.
         image_hash: Hash of the bytes of its images, int64.
     """
@@ -291,7 +290,7 @@ class EvalDataset(EvalReader):
         self.check_decodable(row)
         columns = self.reader.encode_row(row)  # no augmentation
         label = NO_LABEL if row.label is None else row.label
-        texts = self.encoder.format_texts(row)
+        texts = [*map(self.encoder.format_caption, row.texts)]
         return [EvalRow(number, columns, texts, label, _image_hash(row))]
 
     def _collate(self, items: list[Any]) -> Batch:

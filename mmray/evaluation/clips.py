@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import permutations
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +15,7 @@ from mmray.errors import DataError
 from mmray.evaluation import retrieval
 from mmray.evaluation.batches import EvalDataset, Group, SaveExamples
 from mmray.evaluation.classification import HeadHits
-from mmray.evaluation.embeddings import RowFile, eval_mode, gather_rows, steps_in_lockstep
+from mmray.evaluation.embeddings import eval_mode, gather_rows, steps_in_lockstep
 from mmray.evaluation.examples import RetrievalExamples
 from mmray.evaluation.retrieval import RetrievalItems, number_equal, rank_direction
 from mmray.models.protocol import class_scores
@@ -74,9 +73,9 @@ class ClipEvaluator(EvalDataset):
         Raises:
             DataError: No clip is readable, or no two modalities have a clip in common.
         """
-        files, identities, hits = self._embed(model, group)
+        parts, identities, hits = self._embed(model, group)
         # After all batches, because the ranks may have different numbers of them.
-        embeds = {name: gather_rows(file, group) for name, file in files.items()}
+        embeds = {name: gather_rows(each, group) for name, each in parts.items()}
         identity = gather_rows(identities, group)
         bad_rows = self.count_bad_rows(len(identity), group)
         metrics = hits.metrics(group)
@@ -108,22 +107,23 @@ class ClipEvaluator(EvalDataset):
 
     def _embed(
         self, model: nn.Module, group: Group
-    ) -> tuple[dict[str, RowFile], RowFile, HeadHits]:
+    ) -> tuple[dict[str, list[Tensor]], list[Tensor], HeadHits]:
         """Embed the clips of this rank's rows.
 
-        Returns the embeddings by modality; the hash of the text, the row, the number of the text
-        and the label of each clip; and the correct predictions of the classification head.
+        Returns parts of the embeddings by modality; parts of the hash of the text, the row, the
+        number of the text and the label of each clip; and the correct predictions of the
+        classification head.
         """
         with eval_mode(model):
             # A rank without rows needs the names and the widths, too.
             synthetic = synthetic_batch(self.inputs, 1, 2, group.device)
             outputs = model(synthetic)
-            files = {
-                name.removesuffix("_embed"): RowFile(embed.shape[1])
+            parts = {
+                name.removesuffix("_embed"): [embed[:0].float().cpu()]
                 for name, embed in outputs.items()
                 if name.endswith("_embed")
             }
-            identities = RowFile(4, np.int64)
+            identities = [torch.zeros(0, 4, dtype=torch.int64)]
             hits = HeadHits(class_scores(outputs, synthetic))
             batches = self.batches(group.rank, group.world_size, self.settings.limit)
             for own in steps_in_lockstep(model, batches, group):
@@ -131,18 +131,18 @@ class ClipEvaluator(EvalDataset):
                 outputs = model({name: column.to(group.device) for name, column in batch.items()})
                 if own is None:
                     continue
-                for name, file in files.items():
-                    file.write(outputs[f"{name}_embed"].float().cpu())
-                identities.write(own["identity"])
+                for name, embeds in parts.items():
+                    embeds.append(outputs[f"{name}_embed"].float().cpu())
+                identities.append(own["identity"])
                 hits.add(class_scores(outputs, own))
-        return files, identities, hits
+        return parts, identities, hits
 
     def _convert(self, number: int, row: Row) -> list[Any]:
         label = NO_LABEL if row.label is None else row.label
         clips = []
         for text_number in range(max(1, len(row.texts))):
             clip = row.with_text(text_number)
-            text = (self.encoder.format_texts(clip) or [""])[0]
+            text = self.encoder.format_caption("".join(clip.texts))
             identity = [hash_key(text or row.key), number, text_number, label]
             columns = self.reader.encode_row(row, text_number)
             clips.append(_Clip(columns, text, identity))

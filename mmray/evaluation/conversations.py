@@ -28,13 +28,7 @@ from mmray.data.store.stored_row import Media, Row
 from mmray.data.vlm.chat_template import RowError
 from mmray.data.vlm.encoder import EncodedRow
 from mmray.data.vlm.reader import ConversationReader
-from mmray.evaluation.answers import (
-    References,
-    anls,
-    caption_scores,
-    exact_match,
-    vqa_accuracy,
-)
+from mmray.evaluation.answers import References, anls, exact_match, vqa_accuracy
 from mmray.evaluation.batches import EvalReader, Group, OnProgress, SaveExamples
 from mmray.evaluation.embeddings import eval_mode, in_lockstep, steps_in_lockstep
 from mmray.objectives.protocol import Objective
@@ -112,9 +106,8 @@ class ConversationEvaluator(EvalReader):
         Returns:
             Equal on all ranks: `loss` (mean over the assistant's tokens), `perplexity`,
             `token_accuracy` (0 to 1), `tokens`, `rows` and `bad_rows` (counts). With
-            `evaluate.num_generations` also `exact_match`, `vqa_accuracy`, `anls`, `bleu_4` (0 to
-            1), `cider` (0 to 10), `answered` (rows with a generated answer), and those of
-            `evaluate.metrics`.
+            `evaluate.num_generations` also `exact_match`, `vqa_accuracy` and `anls` (0 to 1),
+            `answered` (rows with a generated answer), and those of `evaluate.metrics`.
 
         Raises:
             DataError: No row is readable; raised on every rank.
@@ -224,10 +217,9 @@ def answer_scores(texts: Sequence[str], references: References) -> dict[str, flo
     """Compare generated answers with the correct ones.
 
     Returns:
-        `exact_match`, `vqa_accuracy`, `anls` and `bleu_4` (0 to 1), `cider` (0 to 10), and
-        `answered` (number of rows).
+        `exact_match`, `vqa_accuracy` and `anls` (0 to 1), and `answered` (number of rows).
     """
-    return caption_scores(texts, references) | {
+    return {
         "exact_match": exact_match(texts, references),
         "vqa_accuracy": vqa_accuracy(texts, references),
         "anls": anls(texts, references),

@@ -1,25 +1,17 @@
-"""Embeddings of held-out rows, computed by all ranks; memory does not grow with their size.
-
-They are in temporary files that are mapped into memory, so the operating system writes their pages
-back when memory is short. A million rows with one caption and 512 dimensions need 4.1 GB of disk on
-each rank, and 0.2 GB of memory to find equal images and captions.
-"""
+"""Embeddings of held-out rows, computed by all ranks."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mmray.data.stream.collate import Batch
-from mmray.errors import ResourceError
 from mmray.evaluation import retrieval
 from mmray.evaluation.batches import EvalDataset, Group
 from mmray.evaluation.classification import HeadHits
@@ -76,61 +68,6 @@ class EmbeddingSet:
         }
 
 
-class RowFile:
-    """Rows of numbers in a temporary file, which is deleted with its last tensor.
-
-    `write` appends or replaces rows [N, D], and `tensor` returns all rows as one tensor that is
-    mapped from the file.
-
-    Args:
-        width: Numbers D of a row.
-        dtype: Type of the numbers, as numpy takes it, such as np.float32 or np.int64.
-
-    Attributes:
-        num_rows: Number of rows that were written.
-    """
-
-    def __init__(self, width: int, dtype: Any = np.float32) -> None:
-        self.width = width
-        self.num_rows = 0
-        self._dtype = np.dtype(dtype)
-        self._file = tempfile.TemporaryFile(prefix="mmray-evaluate-")  # noqa: SIM115 - for tensors
-
-    def write(self, rows: Tensor, first: int | None = None) -> None:
-        """Write rows, in place of those that were written at the same indices.
-
-        Args:
-            rows: Tensor [N, D] on the CPU, of the dtype with which the file was created (float32 by
-                default); it is not converted.
-            first: Index of the first of them in the file; None: after the last row.
-
-        Raises:
-            ResourceError: The disk is full.
-        """
-        first = self.num_rows if first is None else first
-        try:
-            self._file.seek(first * self.width * self._dtype.itemsize)
-            self._file.write(rows.contiguous().numpy().tobytes())
-        except OSError as error:
-            raise ResourceError(
-                f"cannot write the embeddings of the evaluation to {tempfile.gettempdir()}: "
-                f"{error.strerror or error}. Set TMPDIR to a larger disk, or lower --evaluate.limit"
-            ) from error
-        self.num_rows = max(self.num_rows, first + len(rows))
-
-    def empty(self) -> RowFile:
-        """Return a new file without rows, for rows of the same width and type."""
-        return RowFile(self.width, self._dtype)
-
-    def tensor(self) -> Tensor:
-        """Return all rows, [N, D], without reading them into memory."""
-        shape = (self.num_rows, self.width)
-        if not self.num_rows:
-            return torch.from_numpy(np.zeros(shape, self._dtype))
-        self._file.flush()
-        return torch.from_numpy(np.memmap(self._file, self._dtype, "r+", shape=shape))
-
-
 @torch.no_grad()
 def embed_dataset(
     model: Any, data: EvalDataset, group: Group, objective: Objective, with_texts: bool = True
@@ -144,13 +81,15 @@ def embed_dataset(
         objective: Names the scalar outputs to keep, such as the temperature.
         with_texts: Embed the captions; False: the result has no captions.
     """
-    # In files too: small tensors between large ones would keep freed memory from being returned.
-    columns = {name: RowFile(1, np.int64) for name in (*ROW_COLUMNS, *CAPTION_COLUMNS)}
+    # Each starts with a tensor without rows, which a rank without rows gathers.
+    columns = {
+        name: [torch.zeros(0, dtype=torch.int64)] for name in (*ROW_COLUMNS, *CAPTION_COLUMNS)
+    }
     with eval_mode(model):
         synthetic = _synthetic_batch(data, group.device)
         outputs = model(synthetic)
-        images = RowFile(model.embed_image(synthetic["image"]).shape[1])
-        texts = images.empty()
+        images = [model.embed_image(synthetic["image"])[:0].float().cpu()]
+        texts = images.copy()
         hits = HeadHits(as_model(model).head_scores(synthetic))
         batches = data.batches(group.rank, group.world_size, data.settings.limit)
         for own in steps_in_lockstep(model, batches, group):
@@ -161,14 +100,14 @@ def embed_dataset(
             if own is None:
                 continue
             hits.add(heads)
-            images.write(image)
+            images.append(image)
             for name in ROW_COLUMNS:
-                columns[name].write(own[name])
+                columns[name].append(own[name])
             if text is not None:
-                texts.write(text)
+                texts.append(text)
                 for name in CAPTION_COLUMNS:
-                    columns[name].write(own[name])
-    gathered = {name: gather_rows(column, group).flatten() for name, column in columns.items()}
+                    columns[name].append(own[name])
+    gathered = {name: gather_rows(parts, group) for name, parts in columns.items()}
     return _merge_equal(
         gathered,
         gather_rows(images, group),
@@ -261,29 +200,27 @@ def embed_texts(
     return torch.cat(parts)[order.argsort()] if parts else torch.zeros(0, 0)
 
 
-def gather_rows(local: RowFile, group: Group) -> Tensor:
+def gather_rows(own: list[Tensor], group: Group) -> Tensor:
     """Gather the rows of all ranks; a collective call.
 
     Args:
-        local: The rows of this rank.
+        own: The rows of this rank, in parts [N, ...] on the CPU.
 
     Returns:
-        All rows [N, D] on the CPU, mapped from a file, in rank order, which is that of the rows in
-        the set.
+        All rows on the CPU, in rank order, which is that of the rows in the set.
     """
-    rows = local.tensor()
+    rows = torch.cat(own)
     if group.world_size == 1:
         return rows
     counts = group.all_gather_variable(torch.tensor([len(rows)])).tolist()
-    size = retrieval.CHUNK
-    whole = local.empty()
+    size = retrieval.CHUNK  # so that a GPU has these of each rank at a time
+    whole = rows.new_empty(sum(counts), *rows.shape[1:])
     for start in range(0, max(counts), size):
         gathered = group.all_gather_variable(rows[start : start + size]).cpu()
         parts = gathered.split([min(size, max(0, count - start)) for count in counts])
         for part, offset in zip(parts, accumulate([0, *counts]), strict=False):
-            if len(part):
-                whole.write(part, offset + start)
-    return whole.tensor()
+            whole[offset + start : offset + start + len(part)] = part
+    return whole
 
 
 def _merge_equal(
@@ -311,25 +248,15 @@ def _merge_equal(
     text_id, first_of_text = number_equal(columns["text_hash"][order])
     return EmbeddingSet(
         row=row[first_of_image],
-        image=_select(image, first_of_image),
+        image=image[first_of_image],
         label=columns["label"][first_of_image],
         image_index=image_index[order],
-        text=_select(text, order[first_of_text]),
+        text=text[order[first_of_text]],
         text_id=text_id,
         locations=torch.stack([caption_row, columns["caption_number"]], dim=1)[order],
         head_metrics=head_metrics,
         scalar_outputs=scalar_outputs,
     )
-
-
-def _select(rows: Tensor, index: Tensor) -> Tensor:
-    """Return `rows[index]`, in a file; `rows` itself if these are all of them in their order."""
-    if torch.equal(index, torch.arange(len(rows))):
-        return rows
-    selected = RowFile(rows.shape[1])
-    for part in index.split(retrieval.CHUNK):
-        selected.write(rows[part])
-    return selected.tensor()
 
 
 @contextmanager

@@ -139,9 +139,7 @@ class Evaluator(EvalDataset):
         own = classes[group.rank * most : (group.rank + 1) * most]
         texts = [prompt.replace("{}", name) for name in own for prompt in prompts]
         # Without a class a rank embeds one, because it needs the width.
-        captions = [
-            self.encoder.format_caption(text, self.settings.language) for text in texts or [""]
-        ]
+        captions = [self.encoder.format_caption(text) for text in texts or [""]]
         tokens = token_columns(*self.encoder.encode(captions))
         with eval_mode(model):
             on_texts = partial(self.on_progress, "prompts") if texts else None

@@ -25,7 +25,6 @@ from mmray.models.pixels import PatchEmbeddings, residual_stream
 from mmray.models.protocol import PRETRAINED, Model, Outputs, WeightSource
 from mmray.models.weights import (
     WEIGHTS_SETTING,
-    add_language_rows,
     check_vocab_size,
     load_config,
     load_pretrained,
@@ -207,7 +206,6 @@ class PretrainedDualEncoder(DualEncoder):
             net = model_class(model_class.config_class.from_dict(source.saved["config"]))
         elif source.pretrained and spec.weights != "none":
             net = _pretrained_network(spec, model_class)
-            add_language_rows(net, vocab_size, spec.inputs.language_token)
         else:
             net = model_class(cls.default_hf_config(spec, vocab_size))
             if source.pretrained:

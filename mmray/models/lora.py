@@ -93,14 +93,9 @@ class FrozenBase(NamedTuple):
 
 
 def starts_from_files(spec: ModelConfig) -> bool:
-    """Return whether all weights that a run started with are in the files of `model.weights`.
-
-    With `inputs.language_token` they are not, because rows of its tokens are random.
-    """
+    """Return whether all weights that a run started with are in the files of `model.weights`."""
     weights = getattr(spec, "weights", "none")
-    if weights == "none" or getattr(spec.inputs, "language_token", ""):
-        return False
-    return spec.kind != "vlm" or has_weights(weights)
+    return weights != "none" and (spec.kind != "vlm" or has_weights(weights))
 
 
 def leaves_out_base(spec: ModelConfig) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmray.builtin import HF_IMAGE_TYPES, KINDS
+from mmray.config import Inputs
 from mmray.data.text.tokenizer_files import tokenizer_file
 from mmray.data.vlm.families import find_family
 from mmray.errors import UsageError
@@ -111,7 +112,9 @@ def _hf_settings(weights: str) -> dict[str, Any]:
         return {"kind": "vlm", "inputs": {"max_tokens": min(4096, positions)}}
     kind = kinds[config.model_type]
     if hasattr(config, EXPORT_MARKER):
-        inputs = dict(config.model["inputs"])
+        given = config.model["inputs"]
+        # Earlier versions had more settings.
+        inputs = {name: given[name] for name in Inputs.model_fields if name in given}
     else:
         inputs = {"image_side": config.vision_config.image_size} | _preprocessing(weights)
         inputs["max_tokens"] = config.text_config.max_position_embeddings

@@ -21,7 +21,7 @@ from mmray.models.encoders.cross_attention import CrossEncoder
 from mmray.models.encoders.image import build_image_tower
 from mmray.models.encoders.pretrained_audio import build_pretrained_audio
 from mmray.models.encoders.text import build_text_tower
-from mmray.models.encoders.video import FrameEncoder, VideoMae
+from mmray.models.encoders.video import FrameEncoder
 from mmray.models.protocol import PRETRAINED, HeadScores, Outputs, WeightSource, class_scores
 from mmray.models.two_tower import Branch, Encoded, tower_configs
 
@@ -184,10 +184,7 @@ def _build_towers(
 ) -> Iterator[tuple[str, Any]]:
     """Yield each modality of the settings and its encoder, which is built when it is requested."""
     inputs = spec.inputs
-    yield (
-        "text",
-        build_text_tower(spec.text, vocab_size, inputs.max_tokens, source, inputs.language_token),
-    )
+    yield "text", build_text_tower(spec.text, vocab_size, inputs.max_tokens, source)
     if not inputs.clip_s:
         yield "image", build_image_tower(spec.image, inputs.image_side, spec.batch_norm, source)
         return
@@ -195,10 +192,8 @@ def _build_towers(
         yield "audio", AudioTransformer(spec.audio, inputs.audio_rate)
     elif inputs.audio_rate:
         yield "audio", build_pretrained_audio(spec.audio, inputs, source)
-    if inputs.frames and spec.video.weights == "none":
+    if inputs.frames:
         yield "video", FrameEncoder(spec, source)
-    elif inputs.frames:
-        yield "video", VideoMae(spec.video, inputs, source)
 
 
 def _embedding(result: Encoded | Tensor) -> Tensor:

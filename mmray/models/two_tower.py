@@ -109,9 +109,7 @@ class TwoTower(DualEncoder):
     ) -> None:
         inputs = spec.inputs
         image = build_image_tower(spec.image, inputs.image_side, spec.batch_norm, source)
-        text = build_text_tower(
-            spec.text, vocab_size, inputs.max_tokens, source, inputs.language_token
-        )
+        text = build_text_tower(spec.text, vocab_size, inputs.max_tokens, source)
         super().__init__(
             Branch(image, spec.embed_dim, inputs),
             Branch(text, spec.embed_dim),

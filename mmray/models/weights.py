@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from mmray.data.text.tokenizer import MAX_LANGUAGES
 from mmray.errors import UsageError, first_line
 from mmray.models import open_clip
 from mmray.models.protocol import WeightSource
@@ -316,15 +315,6 @@ def build_hf_encoder(setting: str, name: str | None, config: Any) -> Any:
     if name is None:
         return AutoModel.from_config(config, **options)
     return load_pretrained(setting, name, AutoModel, config, **options)
-
-
-def add_language_rows(net: Any, rows: int, language_token: str) -> None:
-    """Add rows to the token embedding of a pretrained model for language tokens that it lacks; new
-    rows are initialized as the model does.
-    """
-    text = getattr(net, "text_model", net)  # CLIP and SigLIP have a part of this name
-    if language_token and 0 < rows - text.config.vocab_size <= MAX_LANGUAGES:
-        text.resize_token_embeddings(rows, mean_resizing=False)
 
 
 def check_vocab_size(setting: str, weights: str, rows: int, vocab_size: int) -> None:

@@ -22,7 +22,7 @@ from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
 from mmray.data.store.class_names import match_classes
 from mmray.data.store.manifest import MANIFEST
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.text.tokenizer import build_encoder, declared_pad_id
+from mmray.data.text.tokenizer import TextEncoder, declared_pad_id
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.engine import precision
 from mmray.engine.checkpoint import files
@@ -317,7 +317,7 @@ def _evaluate(
     if data is not None:
         config = config.replace(data=config.data.replace(eval=data))
     validate.check_eval_selections(config)
-    if reasons := validate.evaluation_reasons(config, is_trained=True):
+    if reasons := validate.evaluation_reasons(config):
         raise UsageError("\n".join(reasons))
     # one device per worker, also of `branches`
     config = config.replace(train=config.train.replace(parallel="single"))
@@ -425,7 +425,7 @@ def with_tokenizer(config: Config, log: Log) -> tuple[Config, str]:
             "folder or hub name of the tokenizer that the weights were trained with"
         )
     tokenizer_json = load_tokenizer(inputs.tokenizer, None)
-    num_tokens = build_encoder(tokenizer_json, inputs).vocab_size
+    num_tokens = TextEncoder(tokenizer_json, inputs.max_tokens).vocab_size
     rows = config.model.vocab_size
     if num_tokens < rows:
         log(

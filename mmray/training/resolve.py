@@ -32,7 +32,7 @@ from mmray.data.store.shard_table import MappedArray, MappedFile
 from mmray.data.store.stored_row import Row
 from mmray.data.stream.order import ORDER_VERSION, BlockShuffle
 from mmray.data.stream.shuffle import resolve_block_shuffle, with_local_cache
-from mmray.data.text.tokenizer import add_language_tokens, build_encoder, declared_pad_id
+from mmray.data.text.tokenizer import TextEncoder, declared_pad_id
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.data.vlm.encoder import encoder_arguments
 from mmray.data.vlm.families import MODEL_CONFIG, find_family, is_packable, read_config
@@ -126,8 +126,8 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     steps = total_steps(config.train, num_rows, shape.global_batch_size)
     tokenizer_json = ""
     if not isinstance(model, Vlm):  # its processor is in its weights
-        tokenizer_json = _load_tokenizer(config, train_set)
-        vocab_size = build_encoder(tokenizer_json, model.inputs).vocab_size
+        tokenizer_json = load_tokenizer(config.model.inputs.tokenizer, train_set.tokenizer_json)
+        vocab_size = TextEncoder(tokenizer_json, model.inputs.max_tokens).vocab_size
         model = model.with_vocab(vocab_size, declared_pad_id(tokenizer_json))
     resolved_config = config.replace(
         model=model,
@@ -272,22 +272,6 @@ def _compare_settings(
         if not prepared_here and sets[folder] is train_sets[0]:
             settings = of_set
     return settings
-
-
-def _load_tokenizer(config: Config, train_set: TrainSet) -> str:
-    """Return tokenizer.json of a run, with the tokens that its inputs need.
-
-    Raises UsageError, also for an unknown language of the class names.
-    """
-    inputs = config.model.inputs
-    tokenizer_json = load_tokenizer(inputs.tokenizer, train_set.tokenizer_json)
-    if inputs.language_token:
-        tokenizer_json = add_language_tokens(
-            tokenizer_json, inputs.language_token, train_set.languages
-        )
-    if config.evaluate.language is not None:
-        build_encoder(tokenizer_json, inputs).format_caption("", config.evaluate.language)
-    return tokenizer_json
 
 
 def describe_equal_captions(

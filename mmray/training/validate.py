@@ -11,7 +11,6 @@ from mmray.builtin import (
     HF_AUDIO_TYPES,
     HF_IMAGE_TYPES,
     HF_TEXT_TYPES,
-    HF_VIDEO_TYPES,
     KEEP_ALL,
     KINDS,
     POSITIONS_AFTER_PAD,
@@ -45,7 +44,6 @@ PART_TYPES = {
     "image": HF_IMAGE_TYPES,
     "text": HF_TEXT_TYPES,
     "audio": HF_AUDIO_TYPES,
-    "video": HF_VIDEO_TYPES,
 }
 
 
@@ -318,12 +316,9 @@ def _untrained_branches(model: Towers, terms: Mapping[str, float]) -> list[str]:
     ]
 
 
-def evaluation_reasons(config: Config, is_trained: bool = False) -> list[str]:
+def evaluation_reasons(config: Config) -> list[str]:
     """Return why the model cannot be evaluated as configured, as sentences with a fix; [] if it
     can.
-
-    Args:
-        is_trained: Whether the model exists, so that its settings cannot be changed.
     """
     generates_text = config.model.generates_text
     tasks = {each.task for each in config.data.eval_sets}
@@ -337,10 +332,6 @@ def evaluation_reasons(config: Config, is_trained: bool = False) -> list[str]:
             "evaluate.classes: names of one set, and data.eval has "
             f"{len(config.data.eval_sets)}; each set uses the class names that it was prepared with"
         ]
-    if config.evaluate.language is not None and not config.model.inputs.language_token:
-        fix = "set --model.inputs.language-token, e.g. '[{}]'"
-        fix = "leave it out" if is_trained else fix
-        return [f"evaluate.language: the model has no language tokens; {fix}"]
     if generates_text and config.evaluate.classes:
         return [
             f"evaluate.classes: model.kind `{config.model.kind}` has no embeddings for "

@@ -199,7 +199,7 @@ TWO_RANKS: dict[str, tuple[Train, Train]] = {
         for kind, way in (
             ("towers with heads", "ddp"),
             ("towers with heads", "fsdp"),
-            ("towers of Whisper and VideoMAE", "fsdp"),
+            ("towers of Whisper", "fsdp"),
             ("towers of CLAP", "ddp"),
         )
     },

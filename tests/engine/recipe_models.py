@@ -79,18 +79,8 @@ CLAP_AUDIO = {
     "patch_size": 16,
     "patch_stride": [16, 16],
 }
-VIDEOMAE = {
-    "model_type": "videomae",
-    "image_size": 32,
-    "num_frames": 4,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "patch_size": 16,
-}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "towers of Whisper and VideoMAE": {"audio": WHISPER, "video": VIDEOMAE},
+    "towers of Whisper": {"audio": WHISPER},
     "towers of CLAP": {"audio": CLAP_AUDIO},
 }
 OTHER_MODELS: dict[str, tuple[config.Model, str]] = {
@@ -107,11 +97,10 @@ OTHER_MODELS: dict[str, tuple[config.Model, str]] = {
         ),
         f"{PAIRS} + 0.5 * clip_matching + classification",
     ),
-    "towers of Whisper and VideoMAE": (
+    "towers of Whisper": (
         TOWERS_SPEC.replace(
             inputs=TOWERS_SPEC.inputs.replace(image_side=32, frames=4, audio_rate=16_000),
             audio=config.AudioTower(weights="Whisper"),
-            video=config.FrameTransformer(weights="VideoMAE"),
         ),
         PAIRS,
     ),

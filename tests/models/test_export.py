@@ -183,10 +183,6 @@ def test_invalid_input_is_named(exported: Exported, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="list"):
         loaded.embed_texts("a bare string")
     with pytest.raises(
-        UsageError, match=r"no token for language 'de'; it was trained without model\.inputs"
-    ):
-        loaded.embed_texts(["a"], language="de")
-    with pytest.raises(
         UsageError, match=r"model is an export of kind two_tower, .* mmray evaluate RUN --data SET"
     ):
         pretrained_settings(str(exported[2]))

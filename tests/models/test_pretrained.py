@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import mmray
 from mmray import cli
 from mmray.console.reporter import ConsoleReporter
-from mmray.data.text.tokenizer import add_language_tokens, build_encoder, train_tokenizer
+from mmray.data.text.tokenizer import train_tokenizer
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.engine.collectives import Group
 from mmray.errors import UsageError
@@ -349,20 +349,15 @@ def test_code_in_a_torchscript_archive_does_not_run(tmp_path: Path) -> None:
     assert not ran.exists()
 
 
-def test_training_checkpoint_gets_rows_for_language_tokens(tmp_path: Path) -> None:
+def test_training_checkpoint_of_several_gpus_is_read(tmp_path: Path) -> None:
     """The weights in a checkpoint of open_clip that trained on several GPUs."""
     file, theirs = saved(tmp_path, OpenClip(True)), OpenClip(True).eval()
     torch.save(
         {"epoch": 3, "state_dict": {f"module.{n}": t for n, t in theirs.state_dict().items()}}, file
     )
     model = pretrained_config(str(file)).model.replace(activation="quick_gelu", vocab_size=0)
-    built = build(
-        model.replace(inputs=model.inputs.replace(language_token="[{}]")), ROWS + 2
-    ).eval()
-    assert (
-        built.log_scale.item() == 3.0
-        and len(built.text.tower.embeddings.token_embedding.weight) == ROWS + 2
-    )
+    built = build(model, ROWS).eval()
+    assert built.log_scale.item() == 3.0
     ids = torch.randint(0, ROWS, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     expected = theirs.encode_text(ids[0].tolist())
     torch.testing.assert_close(
@@ -506,26 +501,20 @@ def test_transformers_folder_is_exported_with_equal_embeddings(kind: str, tmp_pa
 
 
 def test_export_keeps_its_settings_as_pretrained_weights(tmp_path: Path) -> None:
-    """transformers' files have no `pad`, language tokens, conversation template, or limit of a
-    conversation.
-    """
-    text = add_language_tokens(
-        load_tokenizer(str(saved(tmp_path / "in", OpenClip(False)).parent), None), "[{}]", ["de"]
-    )
+    """transformers' files have no `pad`."""
+    text = load_tokenizer(str(saved(tmp_path / "in", OpenClip(False)).parent), None)
     spec = pretrained_config(
         str(saved(tmp_path / "in", OpenClip(False), {"model_cfg": GELU}))
     ).model
-    inputs = spec.inputs.replace(
-        fit="pad", mean=(0.1, 0.2, 0.3), max_tokens=9, language_token="[{}]"
-    )
-    spec = spec.replace(inputs=inputs, vocab_size=ROWS + 1)
-    export(build(spec, ROWS + 1), spec.model_dump(mode="json"), text, tmp_path / "clip")
+    inputs = spec.inputs.replace(fit="pad", mean=(0.1, 0.2, 0.3), max_tokens=9)
+    spec = spec.replace(inputs=inputs, vocab_size=ROWS)
+    values = spec.model_dump(mode="json")
+    values["inputs"]["max_boxes"] = 0  # a setting of an earlier version
+    export(build(spec, ROWS), values, text, tmp_path / "clip")
     config = pretrained_config(str(tmp_path / "clip"))
     assert config.model.inputs == inputs.replace(
         tokenizer=str(tmp_path / "clip" / "tokenizer.json")
     )
-    config, tokenizer_json = evaluate_export.with_tokenizer(config, lambda *_: None)
-    assert build_encoder(tokenizer_json, config.model.inputs).languages == ("de",)
 
 
 def test_unreachable_hub_is_not_a_missing_preprocessor_file(

@@ -83,7 +83,7 @@ def test_every_score_of_the_newest_evaluation_is_shown(tmp_path, has_recall):
     own = {
         "perplexity": 4.5,
         "token_accuracy": 0.5,
-        "cider": 0.125,
+        "anls": 0.125,
         "zero_shot/top_1": 0.375,
         "classification/rows": 1234.0,
     }
@@ -93,7 +93,7 @@ def test_every_score_of_the_newest_evaluation_is_shown(tmp_path, has_recall):
     page = page_of(make_run(tmp_path / "run", [line(1, **metrics), line(2)]))
     section = re.search(r'<section id="held-out">.*?</section>', page, re.DOTALL)[0]
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", section))
-    wanted = {"step": "1", "perplexity": "4.500", "cider": "0.125", "zero shot, top 1": "0.375"}
+    wanted = {"step": "1", "perplexity": "4.500", "anls": "0.125", "zero shot, top 1": "0.375"}
     assert facts.items() >= (wanted | {"classification, rows": "1,234"}).items()
     assert ("R@1" in section) == has_recall and "bad rows" not in facts
     assert 'href="#held-out"' in page

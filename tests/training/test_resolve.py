@@ -6,12 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mmray.config import ClipInputs, Evaluate, Prepare, Towers, Vlm
+from mmray.config import ClipInputs, Prepare, Towers, Vlm
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.store.manifest import read_manifest, write_manifest
 from mmray.data.store.stored_row import Media
-from mmray.data.text.tokenizer import build_encoder
 from mmray.errors import DataError, UsageError
 from mmray.evaluation.build import build_evaluator
 from mmray.storage.paths import to_path
@@ -188,25 +187,6 @@ def test_global_batch_above_the_rows_of_an_epoch_is_refused(tmp_path):
         ).batch_shape.global_batch_size
         == 15
     )
-
-
-def test_language_tokens_are_those_of_the_sets(tmp_path):
-    make_set(tmp_path / "a", [row(number, language="de") for number in range(8)])
-    make_set(
-        tmp_path / "b", [row(number, language=["fr", None][number % 2]) for number in range(8)]
-    )
-    wanted = config(f"{tmp_path}/a + {tmp_path}/b", tmp_path, "mixed")
-    inputs = wanted.model.inputs.replace(language_token="[{}]")
-    speaking = wanted.replace(model=wanted.model.replace(inputs=inputs))
-    plain, resolved = resolve_run(wanted, Silent()), resolve_run(speaking, Silent())
-    assert build_encoder(resolved.tokenizer_json, inputs).languages == ("de", "fr")
-    assert resolved.config.model.vocab_size == plain.config.model.vocab_size + 2
-    assert resolved.data_identity["tokenizer"] != plain.data_identity["tokenizer"]
-    asked = speaking.model_copy(update={"evaluate": Evaluate(classes=("a", "b"), language="en")})
-    with pytest.raises(
-        UsageError, match="no token for language 'en'; its language tokens are de, fr"
-    ):
-        resolve_run(asked, Silent())
 
 
 @pytest.mark.parametrize(

@@ -96,10 +96,8 @@ class SubprocessDecoder:
         return reply
 
     def thumbnail(self, data: bytes) -> str | None:
-        """Return a thumbnail of an image as a data URI; None if it cannot be decoded.
-
-        Args:
-            data: Encoded bytes, which may be from an untrusted source.
+        """Return a thumbnail of an image from an untrusted source as a data URI; None if it cannot
+        be decoded.
         """
         try:
             self.check(data, MAX_PIXELS)

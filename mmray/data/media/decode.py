@@ -18,7 +18,6 @@ import numpy as np
 
 from mmray.data.images.decode import MAX_PIXELS, BadImage
 from mmray.data.media.formats import NAMES, detect_demuxer
-from mmray.data.media.mp4 import header_problem
 from mmray.errors import UsageError
 
 _EXTRA_HINT = "audio and video need an extra: pip install 'mmray[media]'"
@@ -347,8 +346,6 @@ def _open(data: bytes, max_pixels: int) -> Iterator[Any]:
         raise BadMedia("format", f"not {NAMES}: it starts with {data[:12]!r}")
     if demuxer == "wav":
         _check_wav_size(data)
-    if demuxer == "mov" and (problem := header_problem(data)):
-        raise BadMedia("corrupt", problem)
     options = {"max_pixels": str(max_pixels)}
     if demuxer == "wav":
         # FFmpeg would search its first seconds for another format inside it.

@@ -96,11 +96,6 @@ class PreparedMixture:
         return hashlib.sha256(f"{components!r}{kind}".encode()).hexdigest()
 
     @property
-    def languages(self) -> frozenset[str]:
-        """Language codes of the rows of all sets, such as `de`."""
-        return frozenset[str]().union(*(each.languages for each in self.sets))
-
-    @property
     def tokenizer_json(self) -> str | None:
         """Content of the tokenizer.json of the first set that has one; None if none has."""
         return next((text for each in self.sets if (text := each.tokenizer_json)), None)

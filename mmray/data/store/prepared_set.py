@@ -185,11 +185,6 @@ class PreparedSet:
         return dict(counts)
 
     @property
-    def languages(self) -> frozenset[str]:
-        """Language codes of the rows of the full set, also outside this split, such as `de`."""
-        return frozenset(self.manifest.languages)
-
-    @property
     def tokenizer_json(self) -> str | None:
         """Content of the tokenizer.json that was trained on this set's captions; None if there is
         none.

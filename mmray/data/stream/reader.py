@@ -33,15 +33,13 @@ from mmray.data.stream.order import (
     hash_uniform,
     weighted_choice,
 )
-from mmray.data.text.tokenizer import build_encoder
+from mmray.data.text.tokenizer import TextEncoder
 from mmray.storage.outage import Outage, retry_until_back
 from mmray.storage.paths import AnyPath
 
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
 
-# decoded images cached by a worker, if the full set fits and is not augmented
-IMAGE_CACHE_MB = 256.0
 CRASH_NOTE = (
     "{process} died and was restarted; its blocks are read again. If no image is named as the "
     "cause, the machine may "
@@ -227,8 +225,6 @@ class RowReader(SetReader):
         tokenizer_json: Content of the run's tokenizer.json.
         max_pixels: Maximum width x height of an image before it is resized.
         augment: The `augment` section; None for none.
-        image_cache_mb: Keep all decoded images in memory, if they need at most this and are not
-            augmented.
         function: Name of the user's function that is applied after `augment`, `data.augment`.
     """
 
@@ -239,7 +235,6 @@ class RowReader(SetReader):
         tokenizer_json: str,
         max_pixels: int,
         augment: Augment | None = None,
-        image_cache_mb: float = 0.0,
         function: str | None = None,
     ):
         super().__init__(prepared, max_pixels)
@@ -248,13 +243,9 @@ class RowReader(SetReader):
         if augment is not None and (augment.is_active or function is not None):
             self.augment = _to_namespace(augment)
             vars(self.augment)["function"] = function
-        fits = prepared.num_rows * 3 * inputs.image_side**2 <= image_cache_mb * 1e6
         # Frames and samples instead of one image.
         self.clips = clip_columns(self.inputs, self.augment)
-        # Hits would be rare if only some of the images fit.
-        self._keeps_images = fits and self.augment is None and self.clips is None
-        self._kept_images: dict[int, Block] = {}  # encoded, by row
-        self.encoder = build_encoder(tokenizer_json, self.inputs)
+        self.encoder = TextEncoder(tokenizer_json, inputs.max_tokens)
 
     @property
     def row_bytes(self) -> int:
@@ -288,7 +279,7 @@ class RowReader(SetReader):
             `num_tokens` int32 [R]; `image` uint8 [R, 3, S, S], unless the model takes clips; and
             those of its ClipColumns.
         """
-        rows, row_ids, pass_index, row_hash = self.read_rows(plan, positions)
+        rows, _, pass_index, row_hash = self.read_rows(plan, positions)
         uniforms = (
             hash_uniform(plan.seed, pass_index, row_hash, NUM_CLIP_UNIFORMS)
             if self.augment or self.clips
@@ -297,7 +288,7 @@ class RowReader(SetReader):
         num_texts = [len(row.texts) or 1 if row else 1 for row in rows]
         chosen = self.choose_texts(plan, rows, num_texts, pass_index, row_hash)
         texts = [
-            [*(self.encoder.format_texts(row.with_text(choice)) if row else ()), ""][0]
+            self.encoder.format_caption("".join(row.with_text(choice).texts)) if row else ""
             for row, choice in zip(rows, chosen, strict=True)
         ]
         if pixels is None and self.pixel_shape is not None:
@@ -309,13 +300,8 @@ class RowReader(SetReader):
         for index, row in enumerate(rows):
             if row is None or not row.checksum_ok:
                 continue
-            row_id = int(row_ids[index])
             with suppress(BadImage):
-                encoded = self._kept_images.get(row_id)
-                if encoded is None:
-                    encoded = self.encode_row(row, chosen[index], uniforms[index])
-                if self._keeps_images:
-                    self._kept_images[row_id] = encoded
+                encoded = self.encode_row(row, chosen[index], uniforms[index])
                 for name, column in columns.items():
                     column[index] = encoded[name][0]
                 valid[index] = True

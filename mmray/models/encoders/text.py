@@ -16,7 +16,6 @@ from mmray.builtin import HF_TEXT_TYPES, POSITIONS_AFTER_PAD
 from mmray.errors import UsageError
 from mmray.models.protocol import PRETRAINED, WeightSource
 from mmray.models.weights import (
-    add_language_rows,
     build_hf_encoder,
     check_vocab_size,
     encoder_config,
@@ -36,7 +35,6 @@ def build_text_tower(
     vocab_size: int,
     max_tokens: int,
     source: WeightSource = PRETRAINED,
-    language_token: str = "",
 ) -> HfTextTower | TextTransformer:
     """Build the text tower that `spec` names, with its weights.
 
@@ -46,8 +44,6 @@ def build_text_tower(
         vocab_size: Number of tokens of the tokenizer.
         max_tokens: Maximum number of tokens of a text.
         source: Its part `text` is the transformers config of the tower, if it has one.
-        language_token: Pattern of the language tokens, such as `[{}]`, where the code of a language
-            replaces {}; pretrained weights get embedding rows for them. Empty: none.
 
     Returns:
         A module from token ids and mask, int64 [B, T], to features of each token [B, T, width] and
@@ -70,8 +66,6 @@ def build_text_tower(
     if "text" not in source.saved:
         set_dropout(config, spec.dropout)
     net = build_hf_encoder(WEIGHTS_SETTING, weights, config)
-    if source.pretrained:
-        add_language_rows(net, vocab_size, language_token)
     hf = net.config
     check_vocab_size(WEIGHTS_SETTING, spec.weights, hf.vocab_size, vocab_size)
     positions = hf.max_position_embeddings - (

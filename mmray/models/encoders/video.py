@@ -1,4 +1,4 @@
-"""Video encoders: frames of a clip to features of each frame, or of blocks of patches."""
+"""Video encoder: frames of a clip to features of each frame."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mmray.builtin import HF_VIDEO_TYPES
 from mmray.errors import UsageError
 from mmray.models.encoders.image import build_image_tower
 from mmray.models.encoders.text import INIT_STD, TransformerLayer, length_mask, mask_with_first
 from mmray.models.protocol import PRETRAINED, WeightSource
-from mmray.models.weights import build_hf_encoder, encoder_config, set_dropout
 
 if TYPE_CHECKING:
-    from mmray.config.model_kinds import ClipInputs, FrameTransformer, Towers
-
-WEIGHTS_SETTING = "model.video.weights"
+    from mmray.config.model_kinds import Towers
 
 
 class FrameEncoder(nn.Module):
@@ -65,46 +61,3 @@ class FrameEncoder(nn.Module):
         for layer in self.layers:
             features = layer(features, attended)
         return features, mask
-
-
-class VideoMae(nn.Module):
-    """The encoder of VideoMAE (Tong et al. 2022, arXiv:2203.12602): features of blocks, each of a
-    patch in `tubelet_size` (a value of its config) consecutive frames.
-
-    Its number of frames is fixed, so the last frame of a clip with fewer is repeated.
-
-    Forward takes normalized pixels, float [B, F, 3, S, S], and the number of frames of each row,
-    int64 [B], and returns features of N blocks, [B, N, width] (F / tubelet_size x patches of a
-    frame), and a mask int64 [B, N], 0 for a row without video.
-
-    Args:
-        spec: The `model.video` section.
-        inputs: The `model.inputs` section; number and size of the frames must suit the weights.
-        source: Its part `video` is the transformers config.
-
-    Raises:
-        UsageError: The weights cannot be read, or do not suit the inputs.
-    """
-
-    def __init__(self, spec: FrameTransformer, inputs: ClipInputs, source: WeightSource) -> None:
-        super().__init__()
-        config = encoder_config("video", WEIGHTS_SETTING, spec.weights, HF_VIDEO_TYPES, source)
-        set_dropout(config, spec.dropout)
-        for name, needed, given in (
-            ("frames", config.num_frames, inputs.frames),
-            ("image_side", config.image_size, inputs.image_side),
-        ):
-            if needed != given:
-                raise UsageError(f"model.inputs.{name}: {spec.weights} needs {needed}, not {given}")
-        weights = spec.weights if source.pretrained else None
-        self.net = build_hf_encoder(WEIGHTS_SETTING, weights, config)
-        self.width = config.hidden_size
-        self.frames = config.num_frames
-
-    def forward(self, pixels: Tensor, num_frames: Tensor) -> tuple[Tensor, Tensor]:
-        index = torch.arange(self.frames, device=pixels.device)
-        last = num_frames.clamp(min=1)[:, None] - 1
-        rows = torch.arange(len(pixels), device=pixels.device)[:, None]
-        features = self.net(pixels[rows, torch.minimum(index, last)]).last_hidden_state
-        has_video = (num_frames > 0).long()[:, None]
-        return features, has_video.expand(-1, features.shape[1])

@@ -349,9 +349,6 @@ def _model_card(
         kind = "audio" if inputs["audio_rate"] else "video"
         call = _MEDIA_CALL.format(kind=kind, seconds=inputs["clip_s"])
     card = _CARD.format(name=name, kind=spec["kind"], call=call)
-    if pattern := inputs.get("language_token"):
-        token = pattern.replace("{}", "de")
-        card += f'\nTexts of a language: `embed_texts(texts, language="de")` adds `{token}`.\n'
     if opens_in_transformers and inputs["fit"] != "pad":
         card += _TRANSFORMERS_CALL.format(name=name)
         card += _REPAIRED_TEXTS if repairs_texts else ""

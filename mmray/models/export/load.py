@@ -20,7 +20,7 @@ from mmray.data.images.decode import MAX_PIXELS, decode
 from mmray.data.images.transform import transform
 from mmray.data.rows import BadRow
 from mmray.data.stream.collate import Batch, token_columns
-from mmray.data.text.tokenizer import TextEncoder, build_encoder, clean_caption
+from mmray.data.text.tokenizer import TextEncoder, clean_caption
 from mmray.errors import DataError, UsageError
 from mmray.models import lora
 from mmray.models.build import build
@@ -68,7 +68,7 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
             weights = rename_to_hf(load_file(file)) if is_open_clip else load_file(file)
         spec = as_section(config["model"])
         spec.settings = config["model"].get("settings", {})  # free settings of a user's own model
-        encoder = build_encoder(tokenizer_json, spec.inputs)
+        encoder = TextEncoder(tokenizer_json, spec.inputs.max_tokens)
     except Exception as error:  # the tokenizers package raises bare Exception
         raise UsageError(
             f"{path} is not a model exported by `mmray export RUN {path}`: {reason_of(error)}"
@@ -123,31 +123,22 @@ class Embedder:
 
         return self._in_batches(embed, batch, images)
 
-    def embed_texts(
-        self, texts: Sequence[str], batch: int = 256, language: str | None = None
-    ) -> Tensor:
+    def embed_texts(self, texts: Sequence[str], batch: int = 256) -> Tensor:
         """Embed captions.
 
         Returns:
             L2-normalized embeddings, float32 [N, D] on the CPU.
 
         Raises:
-            UsageError: The language has no token.
             DataError: A caption is unusable; the message has its index.
         """
 
         def embed(start: int, part: Sequence[str]) -> Tensor:
-            return self.model.embed_text(**self._tokens(start, part, language))
+            return self.model.embed_text(**self._tokens(start, part))
 
         return self._in_batches(embed, batch, texts)
 
-    def match(
-        self,
-        images: Sequence[ImageInput],
-        texts: Sequence[str],
-        batch: int = 64,
-        language: str | None = None,
-    ) -> Tensor:
+    def match(self, images: Sequence[ImageInput], texts: Sequence[str], batch: int = 64) -> Tensor:
         """Return the probability that image i and text i match, from the matching head.
 
         Args:
@@ -162,14 +153,10 @@ class Embedder:
             DataError: An image or a text is unreadable; the message has its index.
         """
         head = self._require_head("match_head", "model.matching True")
-        return self._pair_logits(head, images, texts, batch, language).sigmoid().squeeze(1)
+        return self._pair_logits(head, images, texts, batch).sigmoid().squeeze(1)
 
     def classify(
-        self,
-        images: Sequence[ImageInput],
-        texts: Sequence[str],
-        batch: int = 64,
-        language: str | None = None,
+        self, images: Sequence[ImageInput], texts: Sequence[str], batch: int = 64
     ) -> Tensor:
         """Return the probability of each class for pairs of an image and a caption.
 
@@ -186,7 +173,7 @@ class Embedder:
             DataError: An image or a text is unreadable; the message has its index.
         """
         head = self._require_head("class_head", "model.classes")
-        return self._pair_logits(head, images, texts, batch, language).softmax(dim=1)
+        return self._pair_logits(head, images, texts, batch).softmax(dim=1)
 
     def _require_head(self, name: str, setting: str) -> Any:
         if (head := getattr(self.model, name, None)) is None:
@@ -197,12 +184,7 @@ class Embedder:
         return head
 
     def _pair_logits(
-        self,
-        head: Any,
-        images: Sequence[ImageInput],
-        texts: Sequence[str],
-        batch: int,
-        language: str | None,
+        self, head: Any, images: Sequence[ImageInput], texts: Sequence[str], batch: int
     ) -> Tensor:
         if len(images) != len(texts):
             raise UsageError(
@@ -210,7 +192,7 @@ class Embedder:
             )
 
         def logits(start: int, images: Sequence[ImageInput], texts: Sequence[str]) -> Tensor:
-            return head(self._pair_features(start, images, self._tokens(start, texts, language)))
+            return head(self._pair_features(start, images, self._tokens(start, texts)))
 
         return self._in_batches(logits, batch, images, texts)
 
@@ -238,12 +220,12 @@ class Embedder:
         images = list(images) or [Image.new("RGB", (8, 8))]
         return load_images(images, self.inputs, start).to(self.device)
 
-    def _tokens(self, start: int, texts: Sequence[str], language: str | None) -> Batch:
+    def _tokens(self, start: int, texts: Sequence[str]) -> Batch:
         """Columns of texts on the device; `start` is the index of the first text, for errors."""
         captions = []
         for index, text in enumerate(list(texts) or ["a"], start):
             try:
-                captions.append(self._encoder.format_caption(clean_caption(text), language))
+                captions.append(self._encoder.format_caption(clean_caption(text)))
             except BadRow as bad:
                 raise DataError(f"text {index}: {bad.reason}: {bad.detail}") from bad
         tokens = token_columns(*self._encoder.encode(captions))

@@ -90,23 +90,10 @@ def test_encode_pads_to_longest_and_truncates_between_special_tokens(trained):
     assert encoder.encode(["red"])[0].shape == (1, 3) and encoder.encode([])[0].shape == (0, 1)
 
 
-def test_vocabulary_file_and_directories(tmp_path, trained):
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cat", "##s", "a"]
-    (tmp_path / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
-    from_file = load_tokenizer(str(tmp_path / "vocab.txt"), None)
-    assert load_tokenizer(str(tmp_path), None) == from_file
-    assert TextEncoder(from_file, 8).encode(["A cats dog"])[0].tolist() == [[2, 7, 5, 6, 1, 3]]
-    (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false}')
-    assert TextEncoder(load_tokenizer(str(tmp_path), None), 8).encode(["A cats"])[0].tolist() == [
-        [2, 1, 5, 6, 3]
-    ]
+def test_tokenizer_json_and_its_folder(tmp_path, trained):
     (tmp_path / "tokenizer.json").write_text(trained)
     assert load_tokenizer(str(tmp_path), None) == trained
-    (tmp_path / "cased.txt").write_text(
-        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "Cat", "cat"])
-    )
-    cased = TextEncoder(load_tokenizer(str(tmp_path / "cased.txt"), None), 8)
-    assert cased.encode(["Cat cat"])[0].tolist() == [[2, 4, 5, 3]]
+    assert load_tokenizer(str(tmp_path / "tokenizer.json"), None) == trained
 
 
 def test_declared_pad_token_is_used(tmp_path, trained):
@@ -171,10 +158,9 @@ def test_invalid_tokenizers_are_refused(tmp_path, monkeypatch):
         load_tokenizer("trained", None)
     with pytest.raises(UsageError, match="not a local file or directory"):
         load_tokenizer(str(tmp_path / "nothing"), None)
-    with pytest.raises(UsageError, match=r"holds no tokenizer \(tokenizer\.json, vocab\.txt, "):
+    with pytest.raises(UsageError, match=r"holds no tokenizer\.json and no bpe_simple"):
         load_tokenizer(str(tmp_path), None)
     for name, content, message in (
-        ("vocab.txt", b"a\nb\n", r"no \[UNK\]"),
         ("vocab.txt", b"\xff\xfe\x00", "cannot be read as a tokenizer"),
         ("tokenizer.json", b"{broken", "cannot be read as a tokenizer"),
     ):  # fmt: skip
