@@ -39,8 +39,6 @@ COLUMNS = (
     "label",
     "split",
     "language",
-    "boxes",
-    "box_labels",
     "messages",
     "conversations",
     "tools",

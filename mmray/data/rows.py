@@ -25,7 +25,6 @@ from mmray.data.store.stored_row import Row
 from mmray.storage.address import is_url, redact_url
 
 HELD_OUT_SPLITS = ("test", "val", "valid", "validation", "dev", "eval")  # not trained on
-IMAGE_SIZE = "image_size of COCO"  # not a column of other sources
 KEPT_COLUMNS = "kept columns"  # dict of the columns of `prepare.keep`, by name
 FOLDER = "folder of paths"  # of all media, in the folder of the source
 NOTICES = "notices of the reader"  # list of SourceRow.notices that a format adds
@@ -117,22 +116,18 @@ class SourceRow(Row):
     """A validated row of a source, from `parse_row`, which becomes a stored row once its media are
     read.
 
-    Until then `media` is empty, `texts` are not cleaned (of a conversation without captions they
-    are the assistant's messages), and `boxes` are (x, y, width, height) in pixels of the only
-    image. The other attributes are those of Row.
+    Until then `media` is empty, and `texts` are not cleaned (of a conversation without captions
+    they are the assistant's messages). The other attributes are those of Row.
 
     Attributes:
         images: Its images in order, then its audio and its video; without `messages` at least one.
             With `messages` in the order of their parts.
-        image_size: Width and height that the source states for the image, in whose pixels the boxes
-            are; None: not stated, the boxes are in pixels of the upright image.
         columns: Value by name of each column that `prepare.keep` names, such as {"width": 640}.
         notices: What the row has and the set does not, such as "`weight` of a message is not
             used". Prepare and runs log each with its number of rows, so it names no value.
     """
 
     images: list[ImageRef] = field(default_factory=list)
-    image_size: tuple[int, int] | None = None
     columns: dict[str, Any] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
 
@@ -144,7 +139,7 @@ def parse_row(values: dict[str, Any] | BadRow, location: str) -> SourceRow:
         values: Values by mmray's column names: `id` or `key` (text or int), `image`, `images` or
             `image_path` (one or a list of what `parse_image` takes), `text` or `texts` (a text or
             {"text", "t0_s", "t1_s"}, or a list), `label` (int), `split`, `language` (words),
-            `boxes` (lists [x, y, width, height] in pixels), `box_labels` (ints), `messages` or
+            `messages` or
             `conversations` (what `parse_messages` takes), `tools` (JSON schemas), `audio` or
             `audios`, `video` or `videos` (as images), `t0_s` and `t1_s` (start and end of the texts
             in seconds); and `kept columns`, a dict of those of `prepare.keep`. Others are ignored.
@@ -185,10 +180,7 @@ def parse_row(values: dict[str, Any] | BadRow, location: str) -> SourceRow:
 
 
 def _parse_columns(key: str, values: dict[str, Any]) -> SourceRow:
-    boxes, box_labels = _parse_boxes(values)
     (messages, _, notices), images = _parse_conversation(values)
-    if boxes and len(images) != 1:
-        raise BadRow("columns", "boxes", f"boxes need one image, and the row has {len(images)}")
     answers = [message_text(each) for each in messages if each["role"] == "assistant"]
     texts: Sequence[Any] = [answer for answer in answers if answer.strip()]
     # Audio and video of one row are a pair without a text.
@@ -213,32 +205,11 @@ def _parse_columns(key: str, values: dict[str, Any]) -> SourceRow:
         label=label,
         split=split,
         language=_parse_word(values, "language"),
-        boxes=[[*map(float, box)] for box in boxes] or None,
-        box_labels=box_labels if boxes else None,
         messages=list(messages) or None,
-        image_size=tuple(values[IMAGE_SIZE]) if IMAGE_SIZE in values else None,
         spans=spans,
         text_columns=[*map(str, text_columns)] if any(text_columns) else None,
         notices=list(notices),
     )
-
-
-def _parse_boxes(values: dict[str, Any]) -> tuple[list[Any], list[int]]:
-    """Return the boxes of a row and their labels. Raises BadRow."""
-    boxes = values.get("boxes", [])
-    labels = values.get("box_labels", [])
-    if not isinstance(boxes, list) or not all(map(_is_box, boxes)):
-        raise BadRow(
-            "columns",
-            "boxes",
-            f"boxes must be a list of [x, y, width, height] (got {str(boxes)[:80]})",
-        )
-    labels_ok = isinstance(labels, list) and all(map(_is_label, labels))
-    if not labels_ok or len(labels) not in (0, len(boxes)):
-        raise BadRow(
-            "columns", "boxes", f"box_labels must be an integer for each of {len(boxes)} boxes"
-        )
-    return boxes, labels
 
 
 def _parse_label(label: Any) -> int | None:
@@ -661,12 +632,3 @@ def label_number(label: str) -> int | None:
 
 def _is_label(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
-
-
-def _is_box(box: Any) -> bool:
-    is_numbers = (
-        isinstance(box, list)
-        and len(box) == 4
-        and all(isinstance(number, (int, float)) for number in box)
-    )
-    return is_numbers and all(abs(number) < 2**63 for number in box) and box[2] >= 0 and box[3] >= 0

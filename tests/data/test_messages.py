@@ -435,12 +435,6 @@ def test_lists_of_videos_are_of_conversations() -> None:
         parse_row({"videos": ["a.mp4", "b.mp4"], "text": "two"}, "made:1")
 
 
-def test_boxes_need_one_image() -> None:
-    values = {"image": ["a.png", "b.png"], "text": "x", "boxes": [[0, 0, 1, 1]]}
-    with pytest.raises(BadRow, match="boxes need one image"):
-        parse_row(values, "made:1")
-
-
 @pytest.mark.parametrize(
     ("value", "detail"),
     [

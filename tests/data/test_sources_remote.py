@@ -61,7 +61,7 @@ def told(place, item):
         row = parse_row(item.values, item.location)
     except BadRow as bad:
         return bad.stage, bad.reason, bad.detail
-    return row.key, row.texts, row.label, row.boxes, read_image(place, row.images[0])
+    return row.key, row.texts, row.label, read_image(place, row.images[0])
 
 
 @pytest.mark.parametrize("title", ALL)

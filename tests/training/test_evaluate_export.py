@@ -175,7 +175,7 @@ def test_evaluation_of_branches_needs_one_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluate_export, "needs_ray", lambda _: False)
-    manifest = SimpleNamespace(text_columns=(), class_names=(), box_names={})
+    manifest = SimpleNamespace(text_columns=(), class_names=())
     held_out = {"": SimpleNamespace(num_rows=1, folder=tmp_path, manifest=manifest)}
     monkeypatch.setattr(evaluate_export, "_open_held_out", lambda *_: held_out)
     monkeypatch.setattr(evaluate_export, "_score", lambda config, *_, **__: config)

@@ -40,8 +40,6 @@ _LIST_COLUMNS = (
     "audios",
     "videos",
     "texts",
-    "boxes",
-    "box_labels",
     *MESSAGE_COLUMNS,
     "history",
 )

@@ -81,7 +81,6 @@ class GroupedSource(ListingSource):
     def list_lines(self) -> Iterator[bytes]:
         source = self._source
         chunks = list(source.scan(ROWS_PER_CHUNK, ()))
-        self.box_names = source.box_names
         self.class_names = source.class_names
         self.ignored = source.ignored
         if not chunks:

@@ -33,7 +33,6 @@ from mmray.data.images.read import os_error_as_bad_row, read_file, stat_signatur
 from mmray.data.media.formats import LANGUAGE, SUBTITLE_SUFFIXES, media_kind
 from mmray.data.media.subtitles import parse_subtitles
 from mmray.data.rows import (
-    IMAGE_SIZE,
     MORE_TEXTS,
     NOTICES,
     BadRow,
@@ -49,8 +48,9 @@ CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".cap")
 BAD_ROW = "bad row"  # (stage, reason, detail) of a row that cannot be parsed
 _PIECE_BYTES = 1 << 20  # bytes of a JSON array that are read at a time
 _BETWEEN_ITEMS = re.compile(r"[\s,]*")
-_CROWD = "the boxes of crowds (`iscrowd`) are not used"
-_NO_CATEGORY = "the category of a box is not in `categories`, so it has no name"
+_BOXES = "the boxes of objects are not used"
+_CROWD = "annotations of crowds (`iscrowd`) are not used"
+_NO_CATEGORY = "the category of an object is not in `categories`, so it has no name"
 Rows = Iterator[tuple[str, dict[str, Any]]]  # location of a row, and its columns
 
 
@@ -59,8 +59,7 @@ class ListingSource(Source):
 
     Each subclass implements `list_rows` for one layout of files: it yields the location of a row,
     for messages, and a dict of the columns that it has: `id`, `image`, `audio` and `video` (paths
-    relative to the folder of the source), `text`, `texts`, `label`, `split`, `boxes` ([x, y, width,
-    height] in pixels) and `box_labels`.
+    relative to the folder of the source), `text`, `texts`, `label` and `split`.
 
     Attributes:
         listing: Name of the file with the listed rows, in the folder of the prepared set.
@@ -76,11 +75,9 @@ class ListingSource(Source):
         Yields:
             The location of the row, for messages, and a dict of the columns that the row has: `id`;
             `image`, `audio` or `video`, a path relative to the folder of the source; `text` or
-            `texts`; `label`, the name of a class; `split`; `boxes`, lists [x, y, width, height] in
-            pixels, `box_labels`, their category numbers, and `image_size of COCO`, the (width,
-            height) in pixels that the document states; or, instead of texts, `text_file`: (path,
-            size in bytes, modification time in ns) of a file with the captions. A JSON array gives
-            the columns of its objects.
+            `texts`; `label`, the name of a class; `split`; or, instead of texts, `text_file`:
+            (path, size in bytes, modification time in ns) of a file with the captions. A JSON array
+            gives the columns of its objects.
 
         Raises:
             DataError: The source cannot be listed.
@@ -387,19 +384,17 @@ class _Annotations:
     """Annotations of an image in COCO documents."""
 
     captions: list[Any] = field(default_factory=list)
-    boxes: list[Any] = field(default_factory=list)
-    labels: list[Any] = field(default_factory=list)  # of the boxes
+    categories: list[str] = field(default_factory=list)  # of the objects
     has_crowd: bool = False
 
     def add(self, annotation: dict[str, Any]) -> None:
         if "caption" in annotation:
             self.captions.append(annotation["caption"])
-        # The box of a crowd contains several objects. A missing category is an error of this row.
+        # The box of a crowd contains several objects.
         if "bbox" in annotation and annotation.get("iscrowd"):
             self.has_crowd = True
         elif "bbox" in annotation:
-            self.boxes.append(annotation["bbox"])
-            self.labels.append(annotation.get("category_id"))
+            self.categories.append(str(annotation.get("category_id")))
 
 
 class CocoSource(ListingSource):
@@ -408,11 +403,10 @@ class CocoSource(ListingSource):
 
     Documents are joined by image id; one is loaded at a time, because segmentations take most of
     the memory. An image without captions gets `caption_template` with the names of its categories
-    as its caption. Boxes keep COCO's [x, y, width, height] in pixels.
+    as its caption.
 
-    The values are `id`, `image`, `texts`, `boxes`, `box_labels` (numbers of categories) and
-    `split`, as far as the documents define them. `scan` raises DataError if a document is not COCO
-    or describes other images than the first.
+    The values are `id`, `image`, `texts` and `split`, as far as the documents define them. `scan`
+    raises DataError if a document is not COCO or describes other images than the first.
     """
 
     title = "COCO"
@@ -438,7 +432,6 @@ class CocoSource(ListingSource):
         images: dict[str, tuple[str, str]] = {}  # id: (document, file)
         found: dict[str, _Annotations] = defaultdict(_Annotations)
         categories: dict[str, str] = {}
-        sizes: dict[str, tuple[int, int]] = {}
         for name in names:
             path = self.folder / name
             try:
@@ -453,8 +446,6 @@ class CocoSource(ListingSource):
                         raise DataError(
                             f"{path}: {file} and {_file_name(image)} have the id {image['id']}"
                         )
-                    if isinstance(image.get("width"), int) and isinstance(image.get("height"), int):
-                        sizes[_id_text(image["id"])] = (image["width"], image["height"])
                 for item in document.get("categories", []):
                     label = str(item["id"])
                     named = str(item["name"])
@@ -477,32 +468,26 @@ class CocoSource(ListingSource):
                 raise DataError(f"{self.folder}: {names[0]} and {name} have no image in common")
             for image_id, file in files.items():
                 images.setdefault(image_id, (name, file))
-        self.box_names = categories
         self.num_without_image = sum(
-            len(each.captions) + len(each.boxes)
+            len(each.captions) + len(each.categories)
             for image_id, each in found.items()
             if image_id not in images
         )
         folder = self._images_folder(names[0], [file for _, file in images.values()][:16])
         for image_id, (name, file) in images.items():
             row = {"id": image_id, "image": f"{folder}{file}"}
-            row |= self._columns_of(found[image_id], categories, sizes.get(image_id))
+            row |= self._columns_of(found[image_id], categories)
             yield f"{name}:image {image_id}", row
 
-    def _columns_of(
-        self, found: _Annotations, categories: dict[str, str], size: tuple[int, int] | None
-    ) -> dict[str, Any]:
+    def _columns_of(self, found: _Annotations, categories: dict[str, str]) -> dict[str, Any]:
         """Return the columns of an image that follow from its annotations."""
         row: dict[str, Any] = {}
-        notices = [_CROWD] * found.has_crowd
-        labels = [*map(str, found.labels)]
-        if categories and not set(labels) <= categories.keys():
+        notices = [_BOXES] * bool(found.categories) + [_CROWD] * found.has_crowd
+        if categories and not set(found.categories) <= categories.keys():
             notices.append(_NO_CATEGORY)
         if notices:
             row[NOTICES] = notices
-        if labels:
-            row |= {"boxes": found.boxes, "box_labels": found.labels, IMAGE_SIZE: size}
-        names = dict.fromkeys(categories[label] for label in labels if label in categories)
+        names = dict.fromkeys(categories[each] for each in found.categories if each in categories)
         if found.captions:
             row["texts"] = found.captions
         elif names:

@@ -23,7 +23,6 @@ from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.rows import (
     FOLDER,
     IMAGE_COLUMNS,
-    IMAGE_SIZE,
     KEPT_COLUMNS,
     MEDIA_COLUMNS,
     MEDIA_KINDS,
@@ -98,7 +97,7 @@ class RawRow(NamedTuple):
         location: `file:line`, for messages.
         values: A BadRow if the row could not be parsed, otherwise a dict of the columns that it
             has: `id` or `key`, `image`, `images` or `image_path`, `text` or `texts`, `label`,
-            `split`, `language`, `boxes`, `box_labels`, `messages` or `conversations`, `audio` or
+            `split`, `language`, `messages` or `conversations`, `audio` or
             `audios`, `video` or `videos`, `t0_s` and `t1_s`, in the forms that `parse_row` takes.
             `kept columns` is a dict of those that `prepare.keep` names. Others are ignored.
     """
@@ -131,7 +130,6 @@ class Source(ABC):
     Attributes:
         class_names: Names of the labels 0, 1, ..., a tuple. `scan` sets it and the next three
             while it is iterated; each stays empty if the source does not define it.
-        box_names: Names of the box labels by number as text, such as {"3": "dog"}.
         split_rows: Counter of the rows by the split that the layout of the files defines.
         ignored: Counter of the files that are no part of a row, by suffix.
         unread: Columns of the file that `records` reads that neither mmray nor `keep` needs.
@@ -178,7 +176,6 @@ class Source(ABC):
         self.caption_template = caption_template
         self.prepared_folder = prepared_folder or folder
         self._files = files
-        self.box_names: dict[str, str] = {}
         self.class_names: tuple[str, ...] = ()
         self.keep: tuple[str, ...] = ()  # `prepare.keep`
         self.roots: tuple[str, ...] = ()  # `prepare.root`
@@ -394,7 +391,7 @@ class Source(ABC):
 
     @cached_property
     def _known(self) -> set[str]:
-        return known_columns(self.columns) | {FOLDER, IMAGE_SIZE, KEPT_COLUMNS, NOTICES}
+        return known_columns(self.columns) | {FOLDER, KEPT_COLUMNS, NOTICES}
 
     @cached_property
     def _texts(self) -> tuple[str, ...]:

@@ -167,16 +167,6 @@ def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     return (image.height, image.width) if is_turned else image.size
 
 
-def exif_orientation(data: bytes, max_pixels: int) -> int:
-    """Return the EXIF orientation, 1 (upright) to 8; 1 if there is none or its EXIF block is
-    damaged.
-
-    Raises:
-        BadImage: The header cannot be read, or the image has too many pixels.
-    """
-    return _orientation(_open(data, max_pixels))
-
-
 def image_notices(data: bytes, max_pixels: int = MAX_PIXELS, every_page: bool = False) -> list[str]:
     """Return what an image has and its decoded pixels do not, as clauses for `SourceRow.notices`.
 

@@ -440,7 +440,6 @@ def _build_manifest(
         tokenizer=None,
         source=source_fields,
         settings=job.settings.model_dump(mode="json"),
-        box_names=source.box_names,
         class_names=source.class_names,
         columns=scores | merge_types(result.column_types, source.has_types),
         notices=result.notices,

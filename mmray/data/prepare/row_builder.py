@@ -18,7 +18,6 @@ from mmray.data.formats.source import RawRow
 from mmray.data.images.decode import (
     BadImage,
     decode,
-    exif_orientation,
     header_size,
     image_notices,
     split_pages,
@@ -31,7 +30,7 @@ from mmray.data.media.decode import MediaInfo, read_header, verify_media
 from mmray.data.media.encode import reencode_audio
 from mmray.data.prepare.job import PrepareJob
 from mmray.data.prepare.kept_columns import compute_columns
-from mmray.data.prepare.row_checks import check_aspect_ratio, check_spans, relative_boxes
+from mmray.data.prepare.row_checks import check_aspect_ratio, check_spans
 from mmray.data.rows import BadRow, ImageRef, SourceRow
 from mmray.data.store.stored_row import Media
 from mmray.data.text.tokenizer import clean_caption
@@ -79,9 +78,8 @@ class RowBuilder:
 
         Args:
             row: The row, of which `media` is filled, `texts` are cleaned, `split` is set by
-                `prepare.split` and `prepare.holdout`, `boxes` become (left, top, right, bottom) in
-                fractions of the image, `spans` are cut to the file, and `columns` have the values
-                of `prepare.compute`.
+                `prepare.split` and `prepare.holdout`, `spans` are cut to the file, and `columns`
+                have the values of `prepare.compute`.
 
         Returns:
             A SHA-256 in hex that is equal for rows with equal images, audio and video, and equal
@@ -98,7 +96,7 @@ class RowBuilder:
         for image in row.images:
             if image.data is None and image.file is not None and isinstance(self._source, Path):
                 self.signatures.append(stat_signature(self._source, image.path))
-        if settings.pages == "images" and row.messages and not row.boxes:
+        if settings.pages == "images" and row.messages:
             self._split_pages(row)
         for image in row.images:
             digest, size = self._add_media(row, image)
@@ -108,13 +106,6 @@ class RowBuilder:
         image_digest = digests[0] if len(digests) == 1 else sha256("".join(digests).encode())
         if not digests:
             image_digest = sha256(orjson.dumps(row.messages))
-        if row.boxes:
-            orientation = 1
-            # The document states the size before the rotation, so its boxes are those before it.
-            if row.image_size == size[::-1] != size:
-                data = self._read(row.images[0])
-                orientation = exif_orientation(data, settings.max_pixels)
-            row.boxes = relative_boxes(row.boxes, row.image_size or size, size, orientation)
         if row.split is None and settings.holdout > 0:
             # By content hash, so that duplicates share a split and a row keeps its split when the
             # set grows.

@@ -73,8 +73,6 @@ class Manifest:
         leakage: Summary of the contamination check (rows that are also in another set or split):
             `exact` and `near` (numbers of rows), `phash_distance`, `dropped` (whether they were
             dropped) and `found_in` (number of rows by set); {} without a check.
-        box_names: Names of the box labels by number as text, such as {"0": "dog"}, if the source
-            has them.
         class_names: Names of the labels 0, 1, ..., if the source has them.
         languages: Number of rows by language; rows without one are not counted.
         num_images: Number of rows by number of images (as text), for each split; the split is "" if
@@ -100,7 +98,6 @@ class Manifest:
     num_same_text: int = 0
     same_text_share: dict[str, float] = field(default_factory=dict)
     leakage: dict[str, Any] = field(default_factory=dict)
-    box_names: dict[str, str] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
     languages: dict[str, int] = field(default_factory=dict)
     num_images: dict[str, dict[str, int]] = field(default_factory=dict)

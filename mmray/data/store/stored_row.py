@@ -106,8 +106,8 @@ class Row:
         split: Split of the row; None: none.
         language: Language of its captions, such as `de`; None: unknown.
         source: Location in the source, `file:line`.
-        boxes: (left, top, right, bottom) of each box in fractions of the image; None: none.
-        box_labels: Class number of each box; None: none.
+        boxes: Of sets of earlier versions, and not used; otherwise None.
+        box_labels: As `boxes`.
         messages: A conversation, a list of `Message` of mmray.data.messages. Each part of type
             `image`, `video` or `audio` takes the next of `media`. None: none.
         spans: (start, end) of each text in seconds, None for the whole audio or video; None: no

@@ -1,13 +1,10 @@
-"""COCO documents: captions, boxes and category names, in one document or joined by image id."""
+"""COCO documents: captions and category names, in one document or joined by image id."""
 
 import json
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from mmray.data.prepare.pipeline import prepare
-from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
 from tests.data.formats.test_formats import COUNT, LAX, images, prepared, text
 
@@ -27,12 +24,8 @@ def test_coco_without_captions_uses_category_names(tmp_path):
     (tmp_path / "raw" / "instances.json").write_text(json.dumps(document))
     manifest, rows, faults = prepared(tmp_path / "raw" / "instances.json", tmp_path / "out")
     assert rows[0].texts == ["a photo of a cat, dog"]
-    assert (
-        manifest.box_names
-        == {"1": "cat", "2": "dog"}
-        == PreparedSet.open(str(tmp_path / "out")).manifest.box_names
-    )
-    assert faults == {"instances.json:image 1": "boxes"}
+    assert rows[1].texts == ["a photo of a cat"] and not faults
+    assert manifest.notices["the boxes of objects are not used"]["num_rows"] == 2
 
 
 def test_annotations_that_are_not_used_are_counted(tmp_path):
@@ -53,10 +46,11 @@ def test_annotations_that_are_not_used_are_counted(tmp_path):
     source.write_text(json.dumps(document))
     logs = []
     manifest, rows, _ = prepared(source, tmp_path / "out", lambda *line: logs.append(line))
-    assert [row.box_labels for row in rows] == [[1], [7]]
-    assert {text.partition(" ")[2]: n["example"] for text, n in manifest.notices.items()} == {
-        "boxes of crowds (`iscrowd`) are not used": "a.json:image 0",
-        "category of a box is not in `categories`, so it has no name": "a.json:image 1",
+    assert [row.texts for row in rows] == [["a photo of a cat"], ["x"]]
+    assert {text: n["example"] for text, n in manifest.notices.items()} == {
+        "the boxes of objects are not used": "a.json:image 0",
+        "annotations of crowds (`iscrowd`) are not used": "a.json:image 0",
+        "the category of an object is not in `categories`, so it has no name": "a.json:image 1",
     }
     assert "COCO (1 annotations are of images that it lacks)" in logs[0][0]
     for name, value, message in (
@@ -78,12 +72,9 @@ def test_incomplete_coco_document_is_reported(tmp_path):
         "categories": [{"id": 1, "name": "cat"}],
     }
     source = images(tmp_path / "raw", 2) / "instances.json"
-    write_json(
-        source,
-        **document | {"annotations": [*document["annotations"], {"image_id": 0, "caption": "x"}]},
-    )
+    write_json(source, **document)
     _, rows, faults = prepared(source, tmp_path / "out")
-    assert [row.key for row in rows] == ["1"] and faults == {"instances.json:image 0": "boxes"}
+    assert [row.key for row in rows] == ["1"] and faults == {"instances.json:image 0": "no-text"}
     for name, item, message in (
         (
             "images",
@@ -131,14 +122,8 @@ def test_coco_captions_and_instances_are_joined_by_image_id(tmp_path):
     assert [(row.key, row.texts) for row in rows] == [
         (str(n), [text(n), "x"]) for n in range(COUNT)
     ] and not faults
-    middle = [0.25, 0.25, 0.75, 0.75]  # of 12 x 8 pixels
-    assert [(row.boxes, row.box_labels) for row in rows] == [
-        ([middle], [7]), ([middle], [8]), ([middle, [0, 0, 1, 1]], [7, 8]), (None, None),
-        ([middle], [7]),
-        ([[0, 0, 0.25, 0.5]], [7]), ([middle], [7]),
-    ]  # fmt: skip
     assert rows[3].source == f"{CAPTIONS}:image 3"
-    assert manifest.box_names == {"7": "cat", "8": "dog"}
+    assert manifest.notices["the boxes of objects are not used"]["num_rows"] == 6
 
 
 def test_change_of_the_second_document_is_detected(tmp_path, in_process):
@@ -147,11 +132,11 @@ def test_change_of_the_second_document_is_detected(tmp_path, in_process):
     in_process.clear()
     assert prepare(str(source), str(out), LAX) == before and in_process == []
     document = json.loads((tmp_path / "raw" / INSTANCES).read_text())
-    document["annotations"][0]["bbox"] = [0, 0, 6, 4]  # of image 6, in the last chunk
+    document["annotations"][0]["category_id"] = 9  # of image 6, in the last chunk, without a name
     write_json(tmp_path / "raw" / INSTANCES, **document)
     manifest, rows, _ = prepared(source, out)
-    assert in_process == [2] and manifest.fingerprint != before.fingerprint
-    assert rows[6].boxes == [[0, 0, 0.5, 0.5]]
+    assert in_process == [2] and len(rows) == COUNT
+    assert any("has no name" in notice for notice in manifest.notices)
     with pytest.raises(
         UsageError,
         match=r"holds the set made from .*instances_val2017\.json: choose another folder",
@@ -178,42 +163,6 @@ def test_mismatched_coco_documents_are_refused(tmp_path):
     path.unlink()
     with pytest.raises(DataError, match=r"there is no file .*instances_val2017\.json"):
         prepared(source, tmp_path / "out")
-
-
-def test_boxes_before_and_after_the_rotation_of_exif_are_the_same(tmp_path):
-    """A dark spot is in its box for each orientation, whichever size the document states."""
-    raw = tmp_path / "raw"
-    raw.mkdir()
-    upright = np.full((40, 60, 3), 250, np.uint8)
-    upright[5:15, 40:55] = 0
-    inverse = {6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
-    inverse |= {5: Image.Transpose.TRANSPOSE, 7: Image.Transpose.TRANSVERSE}
-    documents = {"images": [], "annotations": [], "categories": [{"id": 1, "name": "spot"}]}
-    for orientation, undo in inverse.items():
-        exif = Image.Exif()
-        exif[0x0112] = orientation
-        stored = Image.fromarray(upright).transpose(undo)
-        rows, columns = np.nonzero(np.asarray(stored)[:, :, 0] < 128)
-        before = [columns.min(), rows.min(), np.ptp(columns) + 1, np.ptp(rows) + 1]
-        for after, box in ((0, before), (1, [40, 5, 15, 10])):
-            number = 10 * orientation + after
-            stored.putpixel((0, 0), (number, 0, 200))
-            stored.save(raw / f"{number}.png", exif=exif)
-            width, height = (60, 40) if after else (40, 60)
-            image = {"id": number, "file_name": f"{number}.png", "width": width, "height": height}
-            documents["images"].append(image)
-            note = {"image_id": number, "bbox": [int(x) for x in box], "category_id": 1}
-            crowd = {"image_id": number, "bbox": [0, 0, 9, 9], "category_id": 1, "iscrowd": 1}
-            documents["annotations"] += [note, crowd]
-    write_json(raw / "instances.json", **documents)
-    _, read, faults = prepared(raw / "instances.json", tmp_path / "out")
-    assert len(read) == 8 and not faults
-    for row in read:
-        assert row.boxes == [pytest.approx([40 / 60, 5 / 40, 55 / 60, 15 / 40])]
-    documents["images"][0] |= {"width": 500, "height": 100}
-    write_json(raw / "instances.json", **documents)
-    _, _, faults = prepared(raw / "instances.json", tmp_path / "other")
-    assert faults == {"instances.json:image 60": "boxes"}
 
 
 def test_documents_of_karpathy_and_lvis_are_read(tmp_path):
