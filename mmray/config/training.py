@@ -231,7 +231,7 @@ class EvalSettings(Section, settings_prefix="evaluate"):
     num_generations: int = Field(
         0,
         ge=0,
-        description="Answers that a vision-language model generates, for exact match, CIDEr, etc.",
+        description="Answers that a vision-language model generates, for exact match, ANLS, etc.",
     )
     metrics: tuple[str, ...] = Field(
         (),

@@ -22,14 +22,8 @@ MAIN_METRICS = (
 
 
 def main_scores(scores: Mapping[str, float | None]) -> list[tuple[str, str]]:
-    """Return the most important metrics of a set as texts.
-
-    Args:
-        scores: Metrics by name, such as `recall_at_1/image_to_text`; NaN and infinity as None.
-
-    Returns:
-        Pairs of title and value of each measured one of recall@1, zero-shot accuracy, exact match,
-        perplexity and token accuracy, such as ("recall@1 image to text", "41.2%").
+    """Return titles and values of the MAIN_METRICS that a set has, such as ("recall@1 image to
+    text", "41.2%").
     """
     return [
         (title, format(value, style))

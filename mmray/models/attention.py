@@ -100,8 +100,6 @@ class FusedAttention(nn.Module):
     It takes the place of transformers' CLIPAttention or SiglipAttention and has the same weights
     and settings.
 
-    Forward takes hidden states [B, T, W] and returns hidden states [B, T, W] and None.
-
     Attributes:
         num_heads, q_proj, k_proj, v_proj, out_proj: As in the layer that it replaces.
         linear: Computes q, k and v from (hidden states, weight, bias): F.linear.
@@ -146,9 +144,6 @@ class FusedAttention(nn.Module):
 
 
 class FusedImageAttention(FusedAttention):
-    """FusedAttention of an image encoder, whose number of tokens is fixed.
-
-    Forward takes hidden states [B, T, W] and returns hidden states [B, T, W] and None.
-    """
+    """FusedAttention of an image encoder, whose number of tokens is fixed."""
 
     linear = staticmethod(row_linear)

@@ -94,14 +94,8 @@ TIMM_ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_pytorch_tanh"}
 
 
 def preprocessing(file: Path) -> dict[str, Any]:
-    """Return the preprocessing settings that open_clip_config.json next to the weights defines.
-
-    Returns:
-        Settings of `model.inputs`: those of `mean`, `std`, `interpolation` and `fit` that its
-        `preprocess_cfg` has; {} without a config.
-
-    Raises:
-        UsageError: The config is not a JSON object.
+    """Return the settings of `model.inputs` that `preprocess_cfg` of the config next to the weights
+    has, of `mean`, `std`, `interpolation` and `fit`.
     """
     given = _read_config(file).get("preprocess_cfg", {})
     inputs = {name: given[name] for name in ("mean", "std", "interpolation") if name in given}

@@ -72,9 +72,6 @@ class Branch(nn.Module):
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
 
     def forward(self, media: Tensor, lengths: Tensor | None = None) -> Any:
-        """Embed rows: images as their tower pools them, others by the mean over the positions that
-        are not padding; then a linear projection.
-        """
         if self.pixels is not None:
             media = self.pixels(media)
         if lengths is None:
@@ -91,10 +88,6 @@ class Branch(nn.Module):
 class TwoTower(DualEncoder):
     """An image and a text branch with one embedding space and a learned temperature. The image
     tower pools images; texts are pooled by the mean over their tokens; both are projected linearly.
-
-    Forward takes a batch as a dict with the images `image` uint8 [B, 3, S, S] and the captions
-    `input_ids` and `attention_mask` int64 [B, T], and returns `image_embed` and `text_embed` [B,
-    D], L2-normalized, the scalar `logit_scale` and, if configured, the scalar `logit_bias`.
 
     Args:
         spec: The `model` section, of kind `two_tower`.

@@ -139,12 +139,6 @@ class Backbone(ImageEncoder):
     """A network of torchvision or transformers (ViT, DINOv2, ResNet, or its wrapper of timm)
     without its head.
 
-    Forward takes normalized pixels, float [B, 3, S, S], and returns one feature vector for each
-    image, [B, width], not normalized: the class token, which is the first position, or of a network
-    without one the mean over the positions after the first `prefix_tokens`. `features` returns all
-    N positions of the last layer, [B, N, width]: the `prefix_tokens` leading ones, then the
-    patches, or the pixels of a ResNet's feature map.
-
     Args:
         net: The network: a ResNet of torchvision, or one that maps normalized pixels [B, 3, S, S]
             to an output of transformers with `last_hidden_state`.
@@ -282,10 +276,6 @@ class ConvNet(ImageEncoder):
     objects in front of a background. Sources: pre-activation residual blocks (He et al. 2016,
     arXiv:1603.05027), GroupNorm (Wu & He 2018), and coordinate channels (CoordConv, Liu et al.
     2018, arXiv:1807.03247), which keep positions through the maximum.
-
-    Forward takes normalized pixels, float [B, 3, S, S], and returns one feature vector for each
-    image, [B, channels x depth], not normalized; `features` returns those of each of the N
-    positions of the last feature map, [B, N, channels x depth].
 
     Args:
         channels: Channels of the first stage; stage n has n times as many.

@@ -98,10 +98,6 @@ class WhisperAudio(PretrainedAudio):
     """The encoder of Whisper (Radford et al. 2022, arXiv:2212.04356): a feature vector for each 20
     ms of audio, which is padded with zeros to 30 s.
 
-    Forward takes samples int16 [B, N], 16,000 per second, and the number of samples of each row,
-    int64 [B]. It returns features [B, T, width], not normalized, for the T = 1500 steps of 30 s
-    (`max_source_positions` of the config), and a mask int64 [B, T], 0 for padding.
-
     Args:
         config: transformers' config of a Whisper model.
         weights: Folder or hub name of the weights; None: random weights.
@@ -136,10 +132,6 @@ class WhisperAudio(PretrainedAudio):
 class ClapAudio(PretrainedAudio):
     """The audio encoder of CLAP (Wu et al. 2023, arXiv:2211.06687): one feature vector of a clip,
     which is repeated to fill 10 s.
-
-    Forward takes samples int16 [B, N], 48,000 per second, and the number of samples of each row,
-    int64 [B]. It returns one feature vector [B, 1, width], pooled by the encoder and not
-    normalized, and a mask int64 [B, 1], 0 for a row without audio.
 
     Args:
         config: transformers' config of a CLAP model or of its audio encoder.

@@ -37,16 +37,13 @@ class ClipEmbedder(Embedder):
     def embed_audio(
         self, files: Sequence[MediaInput], spans: Spans | None = None, batch: int = 64
     ) -> Tensor:
-        """Embed audio, or the sound of videos.
+        """Embed audio, or the sound of videos: float32 [N, D] on the CPU, 0 for a file without it,
+        with a warning.
 
         Args:
             files: N encoded files (bytes), or their paths.
             spans: Start and end of each in seconds, None for the complete file; None: of all. Of a
                 span over `model.inputs.clip_s` the middle is embedded.
-
-        Returns:
-            L2-normalized embeddings, float32 [N, D] on the CPU; 0 for a file that has no
-            audio, with a warning.
 
         Raises:
             UsageError: The model has no audio.
@@ -57,16 +54,13 @@ class ClipEmbedder(Embedder):
     def embed_video(
         self, files: Sequence[MediaInput], spans: Spans | None = None, batch: int = 16
     ) -> Tensor:
-        """Embed the frames of videos.
+        """Embed the frames of videos: float32 [N, D] on the CPU, 0 for a file without frames, with
+        a warning.
 
         Args:
             files: N encoded files (bytes), or their paths.
             spans: Start and end of each in seconds, None for the complete file; None: of all. Of a
                 span over `model.inputs.clip_s` the middle is embedded.
-
-        Returns:
-            L2-normalized embeddings, float32 [N, D] on the CPU; 0 for a file that has no
-            frames, with a warning.
 
         Raises:
             UsageError: The model has no video.

@@ -106,16 +106,9 @@ class Embedder:
         self._encoder = encoder
 
     def embed_images(self, images: Sequence[ImageInput], batch: int = 64) -> Tensor:
-        """Embed images.
+        """Embed N images: PIL images, encoded bytes or paths; float32 [N, D] on the CPU.
 
-        Args:
-            images: N images: PIL images, encoded bytes (a JPEG, for example) or paths of files.
-
-        Returns:
-            L2-normalized embeddings, float32 [N, D] on the CPU.
-
-        Raises:
-            DataError: An image is unreadable; the message has its index.
+        Raises DataError with the index of an image that is unreadable.
         """
 
         def embed(start: int, part: Sequence[ImageInput]) -> Tensor:
@@ -124,13 +117,9 @@ class Embedder:
         return self._in_batches(embed, batch, images)
 
     def embed_texts(self, texts: Sequence[str], batch: int = 256) -> Tensor:
-        """Embed captions.
+        """Embed N captions: float32 [N, D] on the CPU.
 
-        Returns:
-            L2-normalized embeddings, float32 [N, D] on the CPU.
-
-        Raises:
-            DataError: A caption is unusable; the message has its index.
+        Raises DataError with the index of a caption that is unusable.
         """
 
         def embed(start: int, part: Sequence[str]) -> Tensor:
@@ -139,14 +128,8 @@ class Embedder:
         return self._in_batches(embed, batch, texts)
 
     def match(self, images: Sequence[ImageInput], texts: Sequence[str], batch: int = 64) -> Tensor:
-        """Return the probability that image i and text i match, from the matching head.
-
-        Args:
-            images: N images: PIL images, encoded bytes or paths of files. For a model of
-                clips N encoded files of audio or video, or their paths.
-
-        Returns:
-            Probabilities, float32 [N] on the CPU.
+        """Return the probability that image i and text i match, from the matching head: float32 [N]
+        on the CPU. Images of a model of clips are files of audio or video.
 
         Raises:
             UsageError: The model has no matching head, or the numbers of images and texts differ.
@@ -158,19 +141,8 @@ class Embedder:
     def classify(
         self, images: Sequence[ImageInput], texts: Sequence[str], batch: int = 64
     ) -> Tensor:
-        """Return the probability of each class for pairs of an image and a caption.
-
-        Args:
-            images: N images: PIL images, encoded bytes or paths of files. For a model of
-                clips N encoded files of audio or video, or their paths.
-
-        Returns:
-            Probabilities of the C classes of the training, float32 [N, C] on the CPU.
-
-        Raises:
-            UsageError: The model has no classification head, or the numbers of images and texts
-                differ.
-            DataError: An image or a text is unreadable; the message has its index.
+        """Return the probabilities of the C classes of the training for pairs of an image and a
+        caption: float32 [N, C] on the CPU. Arguments and errors are those of `match`.
         """
         head = self._require_head("class_head", "model.classes")
         return self._pair_logits(head, images, texts, batch).softmax(dim=1)
