@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from mmray.builtin import HF_IMAGE_TYPES, KINDS
-from mmray.config import Inputs
 from mmray.data.text.tokenizer_files import tokenizer_file
 from mmray.data.vlm.families import find_family
 from mmray.errors import UsageError
@@ -22,6 +21,8 @@ INTERPOLATIONS = {number: name for name, number in RESAMPLING.items()}
 SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")  # no hub name has one
 # Names of weights in repositories of the hub.
 OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
+# Settings in exports of earlier versions, which are refused if they are set.
+REMOVED_INPUTS = ("language_token", "max_boxes")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -113,8 +114,7 @@ def _hf_settings(weights: str) -> dict[str, Any]:
     kind = kinds[config.model_type]
     if hasattr(config, EXPORT_MARKER):
         given = config.model["inputs"]
-        # Earlier versions had more settings.
-        inputs = {name: given[name] for name in Inputs.model_fields if name in given}
+        inputs = {name: given[name] for name in given if given[name] or name not in REMOVED_INPUTS}
     else:
         inputs = {"image_side": config.vision_config.image_size} | _preprocessing(weights)
         inputs["max_tokens"] = config.text_config.max_position_embeddings
