@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mmray.data.stream.blocks import NO_LABEL
 from mmray.data.stream.order import SamplePlan
 from mmray.data.vlm.encoder import TOO_LONG
 from mmray.engine.bad_rows import (
@@ -52,7 +53,8 @@ def test_rows_that_are_too_long_are_not_unreadable_whatever_the_rank_and_attempt
 
     def read(rows):
         positions = np.flatnonzero(np.isin(plan.row_ids_at(np.arange(60)), rows))
-        block = {"pos": positions, "valid": np.zeros(len(positions), bool)}
+        labels = np.full(len(positions), NO_LABEL)
+        block = {"pos": positions, "valid": np.zeros(len(positions), bool), "label": labels}
         arguments = (config, tmp_path, Reader(), None, plan, count_bad_row)
         return list(quarantine_bad_rows([block], *arguments))
 
