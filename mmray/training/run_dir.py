@@ -380,9 +380,7 @@ def collect_environment() -> dict[str, Any]:
 HIDDEN = "***"
 _LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # user:password before a host
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-_SECRET_SETTING = re.compile(
-    r"(^|(?<!language)_)(key|token|secret|password|credential)s?$", re.IGNORECASE
-)
+_SECRET_SETTING = re.compile(r"(^|_)(key|token|secret|password|credential)s?$", re.IGNORECASE)
 _MIN_SECRET_CHARS = 6  # shorter values occur in ordinary text
 
 

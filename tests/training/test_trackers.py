@@ -208,7 +208,7 @@ def test_missing_tracker_is_an_error_before_start(monkeypatch: pytest.MonkeyPatc
 
 def test_secrets_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HUB_TOKEN", "abcdefgh")
-    settings = {"api_key": "x", "max_tokens": 5, "tokenizer": "trained", "image_token": "[{}]"}
+    settings = {"api_key": "x", "max_tokens": 5, "tokenizer": "trained"}
     urls, redacted = {"list": ["https://a:b@c/d", "abcdefgh"]}, {"list": ["https://***@c/d", "***"]}
     assert redact(settings | urls) == settings | redacted | {"api_key": "***"}
     assert redact_text("plain words stay") == "plain words stay"
