@@ -94,7 +94,7 @@ class FrozenBase(NamedTuple):
 
 def starts_from_files(spec: ModelConfig) -> bool:
     """Return whether all weights that a run started with are in the files of `model.weights`."""
-    weights = getattr(spec, "weights", "none")
+    weights: str = getattr(spec, "weights", "none")
     return weights != "none" and (spec.kind != "vlm" or has_weights(weights))
 
 

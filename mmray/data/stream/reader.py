@@ -282,7 +282,7 @@ class RowReader(SetReader):
         rows, _, pass_index, row_hash = self.read_rows(plan, positions)
         uniforms = (
             hash_uniform(plan.seed, pass_index, row_hash, NUM_CLIP_UNIFORMS)
-            if self.augment or self.clips
+            if self.augment or self.clips is not None
             else [None] * len(rows)
         )
         num_texts = [len(row.texts) or 1 if row else 1 for row in rows]
