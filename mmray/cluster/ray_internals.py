@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 TESTED_VERSION = "2.60"
 HEAD_RESOURCE = "node:__internal_head__"  # resource of the head node only
-WAITING = "mmray-waiting"  # namespace of Ray's key-value store
 PRELOAD_VARIABLE = "RAY_preload_python_modules"  # modules that idle worker processes import ahead
 # Runs are shown on the page Train of the dashboard, by an actor on the head. A Ray of this machine
 # has no dashboard.
@@ -125,28 +124,6 @@ def actors_of_job(class_name: str) -> list[tuple[str, str, int]]:
         ]
 
 
-def pending_actors(class_name: str) -> list[dict[str, str]]:
-    """Return the label selectors of the actors of all jobs that wait for a CPU, such as
-    [{"mmray/role": "data"}]; {} for an actor that any node may have.
-
-    Args:
-        class_name: Part of the class name of the actors, such as `DecodeActor`.
-    """
-    with _checked("the pending actors"):
-        from ray._private.state import state
-        from ray.core.generated import gcs_pb2
-
-        messages: Any = gcs_pb2
-        accessor = state._connect_and_get_accessor()
-        records = accessor.get_actor_table(None, "PENDING_CREATION")
-        actors = [messages.ActorTableData.FromString(record) for record in records]
-        return [
-            dict(actor.label_selector)
-            for actor in actors
-            if class_name in actor.class_name and "CPU" in actor.required_resources
-        ]
-
-
 def running_jobs() -> list[str]:
     """Return the other jobs that run on the cluster, as text with their job ID, driver address and
     process ID.
@@ -160,36 +137,6 @@ def running_jobs() -> list[str]:
             for job in jobs()
             if not job["IsDead"] and job["JobID"] != own
         ]
-
-
-def list_as_waiting(run: str, priority: int, is_waiting: bool) -> None:
-    """Add a run of this job to the waiting runs of the cluster, or remove it.
-
-    Args:
-        run: Name of the run, unique in the job.
-        priority: Its `cluster.priority`.
-        is_waiting: True: add it, because its workers have not started; False: remove it.
-    """
-    with _checked("the waiting runs"):
-        from ray.experimental import internal_kv
-
-        key = f"{ray.get_runtime_context().get_job_id()}/{run}/{priority}"
-        if is_waiting:
-            internal_kv._internal_kv_put(key, b"", namespace=WAITING)
-        else:
-            internal_kv._internal_kv_del(key, namespace=WAITING)
-
-
-def waiting_priorities() -> list[int]:
-    """Return the priority of each waiting run of the jobs that are alive."""
-    with _checked("the waiting runs"):
-        from ray._private.state import jobs
-        from ray.experimental import internal_kv
-
-        keys = [key.decode() for key in internal_kv._internal_kv_list("", namespace=WAITING)]
-        # A driver that was killed has not removed its runs.
-        alive = {job["JobID"] for job in jobs() if not job["IsDead"]} if keys else set()
-        return [int(key.split("/")[2]) for key in keys if key.split("/")[0] in alive]
 
 
 def autoscaler_groups() -> list[tuple[str, dict[str, float], int]] | None:

@@ -54,12 +54,9 @@ class ResourceWait:
         self._start_s = time.monotonic()
         self._next_line_s = FIRST_LINE_S
 
-    def poll(self, has_turn: bool = True) -> None:
+    def poll(self) -> None:
         """Log what the command waits for, first after 10 s and then every 60 s, and end the wait at
         its limit.
-
-        Args:
-            has_turn: Whether no run of a higher priority waits.
 
         Raises:
             ResourceError: The wait has taken `timeout_s` or longer.
@@ -68,8 +65,7 @@ class ResourceWait:
         if waited_s >= self._next_line_s:
             self._next_line_s = waited_s + LINE_INTERVAL_S
             text = f"{waited_s:.0f} s for {self._demand}; {self._describe_use()}"
-            turn = "" if has_turn else "; runs of a higher cluster.priority start first"
-            self._log(f"{text}{turn}; gives up after {self._limit}", "waiting")
+            self._log(f"{text}; gives up after {self._limit}", "waiting")
         if waited_s >= self._timeout_s:
             raise ResourceError(
                 f"{self._demand}: not free within {self._limit}; {self._describe_use()}. Rerun the "

@@ -62,11 +62,6 @@ class Cluster(Section, settings_prefix="cluster"):
         description="Limit for the resources of the workers: used by others, or of nodes that "
         "start. Elastic runs start with fewer after start_timeout_s.",
     )
-    priority: int = Field(
-        0,
-        description="Of several waiting runs the higher starts first. Running ones are not "
-        "stopped.",
-    )
     hang_timeout_s: float = Field(
         180.0, gt=0, description="Restart the workers after this long without progress."
     )

@@ -18,11 +18,7 @@ from ray.util.placement_group import PlacementGroup
 
 from mmray.cluster import placement
 from mmray.cluster.capacity import Demand, fits, num_workers_that_fit
-from mmray.cluster.ray_internals import (
-    list_as_waiting,
-    version_warning,
-    waiting_priorities,
-)
+from mmray.cluster.ray_internals import version_warning
 from mmray.cluster.run_resources import (
     check_capacity,
     check_driver_memory,
@@ -281,15 +277,12 @@ class RayWorkers(Workers):
     _stop_requested: bool = False  # before the coordinator was started
     _wait: ResourceWait | None = None
     _contention: Contention = field(default_factory=Contention)
-    _is_listed: bool = False  # among the waiting runs of the cluster
-    _is_held_back: bool = False  # while runs of a higher priority wait
     _group: PlacementGroup | None = None
 
     def wait(self, poll: Callable[[], None]) -> Any:
-        self._set_listed(True)
-        while not self._is_reserved():
+        self._group = reserve(self.placed_demand)
+        while not is_reserved(self._group):
             poll()
-        assert self._group is not None, "it is reserved"
         self._coordinator = start_coordinator(self.bad_rows)
         if self._stop_requested:
             self.request_stop()
@@ -303,35 +296,6 @@ class RayWorkers(Workers):
         )
         return run_in_thread(partial(trainer.fit_in, self._group), poll)
 
-    def _is_reserved(self) -> bool:
-        """Return whether the workers have their resources.
-
-        They are requested if they were not, and withdrawn while a run of a higher priority waits.
-        """
-        if self._group is not None and is_reserved(self._group):
-            return True
-        is_held_back = any(each > self.config.cluster.priority for each in waiting_priorities())
-        if is_held_back != self._is_held_back:
-            self._is_held_back = is_held_back
-            self._wait = None  # the limits of time differ
-        if is_held_back:
-            self._withdraw()
-            time.sleep(POLL_INTERVAL_S)
-        elif self._group is None:
-            self._group = reserve(self.placed_demand)
-            return is_reserved(self._group)
-        return False
-
-    def _withdraw(self) -> None:
-        if self._group is not None:
-            ray.util.remove_placement_group(self._group)
-            self._group = None
-
-    def _set_listed(self, is_listed: bool) -> None:
-        if is_listed != self._is_listed:
-            list_as_waiting(self.autoscaler.name, self.config.cluster.priority, is_listed)
-            self._is_listed = is_listed
-
     def drain(self, num_received: int) -> Updates:
         if self._coordinator is None:
             return [], []
@@ -340,8 +304,6 @@ class RayWorkers(Workers):
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             # the next call returns them; if Ray is shutting down, the attempt itself raises
             return [], []
-        if messages or heartbeats:
-            self._set_listed(False)
         return messages, heartbeats
 
     def request_stop(self) -> None:
@@ -366,13 +328,13 @@ class RayWorkers(Workers):
         cluster = self.config.cluster
         # A group of more than the least number does not wait for what others took meanwhile: the
         # run then starts with fewer.
-        is_larger = self.demand.workers > cluster.min_workers and not self._is_held_back
+        is_larger = self.demand.workers > cluster.min_workers
         if self._wait is None:
             name = "start_timeout_s" if is_larger else "queue_timeout_s"
             limit_s = getattr(cluster, name)
             self._wait = ResourceWait(self.demand, limit_s, log, f"cluster.{name}")
         try:
-            self._wait.poll(has_turn=not self._is_held_back)
+            self._wait.poll()
         except ResourceError as error:
             if is_larger:
                 raise WorkerFailed("lost", error) from error
@@ -398,8 +360,8 @@ class RayWorkers(Workers):
             self.metrics.update(metrics)
 
     def close(self) -> None:
-        self._set_listed(False)
-        self._withdraw()
+        if self._group is not None:
+            ray.util.remove_placement_group(self._group)
         self.autoscaler.cancel()
         if self._coordinator is not None:
             ray.kill(self._coordinator)

@@ -19,7 +19,6 @@ from mmray.cluster.placement import (
     schedulable_nodes,
 )
 from mmray.errors import ResourceError
-from tests.polling import wait_until
 
 
 class NeverPlaced:
@@ -43,16 +42,6 @@ def test_free_resources_by_node(local_ray):
     (node_id,) = (node["NodeID"] for node in ray.nodes() if node["Alive"])
     assert ray_internals.free_resources()[node_id]["CPU"] >= 0
     assert free_nodes()[0].labels == alive_nodes()[0].labels == schedulable_nodes().nodes[0].labels
-
-
-def test_pending_actors_have_their_label_selectors(local_ray):
-    selector = {"mmray/role": "data"}
-    options = {"num_cpus": 1, "label_selector": selector}  # no node has it
-    actor = ray.remote(NeverPlaced).options(**options).remote()
-    reserved = ray.remote(NeverPlaced).options(num_cpus=0, label_selector=selector).remote()
-    wait_until(lambda: ray_internals.pending_actors("NeverPlaced") == [selector], pause_s=0.1)
-    for each in (actor, reserved):
-        ray.kill(each)
 
 
 def test_no_node_is_draining_and_no_pools_on_a_local_cluster(local_ray):
@@ -88,16 +77,6 @@ def test_request_for_nodes_is_accepted_and_cancelled(local_ray):
         ray_internals.request_nodes(
             "test", bundles, {"mmray/role": "train"}, expire_s=5.0, timeout_s=30.0
         )
-
-
-def test_waiting_runs_are_listed_until_they_are_removed(local_ray):
-    for run, priority in (("a", 0), ("b", 7)):
-        ray_internals.list_as_waiting(run, priority, True)
-    assert sorted(ray_internals.waiting_priorities()) == [0, 7]
-    ray_internals.list_as_waiting("b", 7, False)
-    assert ray_internals.waiting_priorities() == [0]
-    ray_internals.list_as_waiting("a", 0, False)
-    assert ray_internals.waiting_priorities() == []
 
 
 def test_request_is_refreshed_before_it_expires_and_cancelled(monkeypatch):

@@ -29,47 +29,42 @@ from tests.training.runs import Silent, config, expected_marks, marks
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 SIDE, STORE_BYTES, ROWS = 160, 80 * 10**6, 3200
-SHRINK_WINDOW_S, START_INTERVAL_S = 15.0, 40.0
 
 
-def test_waiting_runs_start_by_priority(nodes, data, tmp_path, monkeypatch):
-    """Each needs the two CPUs: a worker and its decode actor. The last one submitted has a higher
-    priority than the one that waits already.
-    """
+def test_waiting_run_starts_when_the_other_has_ended(nodes, data, tmp_path, monkeypatch):
+    """Each needs the two CPUs: a worker and its decode actor."""
     nodes.reset([(2, 1)])
     monkeypatch.setattr(waiting, "FIRST_LINE_S", 1.0)
     ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
-    reporters = [Silent(), Silent(), Silent()]
+    reporters = [Silent(), Silent()]
     outcomes = {}
 
     def run(number):
         faults = ("tests.training.faults:AwaitDriver",)
         wanted = config(data, tmp_path, f"run-{number}", faults, steps=3, checkpoint_every=0)
-        cluster = Cluster(workers=1, address=nodes.address, priority=number // 2)
+        cluster = Cluster(workers=1, address=nodes.address)
         outcomes[number] = train(wanted.replace(cluster=cluster), reporters[number])
 
     def waits():
         return [n for n, each in enumerate(reporters) if "waiting" in dict(each.notes)]
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
     try:
-        for thread in threads[:2]:
+        for thread in threads:
             thread.start()
         wait_until(waits, 120, pause_s=0.2)
-        (low,) = waits()
-        threads[2].start()
-        wait_until(lambda: 2 in waits(), 120, pause_s=0.2)
+        (late,) = waits()
         (Path(os.environ["MMRAY_TEST_FAULTS"]) / "acted").touch()
         for thread in threads:
             thread.join()
     finally:
         ray.shutdown()
-    assert list(outcomes) == [1 - low, 2, low]  # in the order of their ends
+    assert list(outcomes) == [1 - late, late]  # in the order of their ends
     for number in outcomes:
         assert outcomes[number].result["status"] == "finished"
         assert outcomes[number].result["restarts"] == 0
         assert marks(outcomes[number].path) == list(expected_marks(3))
-    lines = [text for label, text in reporters[low].notes if label == "waiting"]
+    lines = [text for label, text in reporters[late].notes if label == "waiting"]
     assert lines and "s for 1 training worker of 2 CPU" in lines[0]
     assert "CPU on 1 node" in lines[0] and "gives up after 3600 s" in lines[0]
 
@@ -141,68 +136,6 @@ def test_rank_that_evaluates_gives_cpus_to_a_reservation_that_waits(nodes, tmp_p
     assert "decode actors of rank 0: 1, was 3, because others wait for CPUs" in notes
     rows = np.concatenate(positions)
     assert rows.tolist() == list(range(len(rows)))
-
-
-@ray.remote(num_cpus=0, max_concurrency=2)
-class PacedRank:
-    """A rank that takes 11 blocks/s, so it waits with 5 decode actors that take 0.5 s for one, and
-    not with 6.
-    """
-
-    def __init__(self):
-        pool_size.SHRINK_WINDOW_S = SHRINK_WINDOW_S
-        self.waited_s, self.size, self.stopped = 0.0, 0, threading.Event()
-
-    def run(self, reader, limits):
-        plan = SamplePlan(ROWS, 4, 1, seed=3, steps=10**6)
-        with closing(
-            rank_blocks(reader, ResumePoint(plan, 0), 0, 1, 1e-3, limits, print)
-        ) as blocks:
-            next_s = time.monotonic()
-            for _ in blocks:
-                self.waited_s, self.size = blocks.waited_s, len(blocks._pool.workers)
-                if self.stopped.is_set():
-                    return
-                # A step that takes 91 ms starts when its rows are there.
-                next_s = max(next_s, time.monotonic()) + 0.091
-                time.sleep(max(0.0, next_s - time.monotonic()))
-
-    def state(self):
-        return self.waited_s, self.size
-
-    def stop(self):
-        self.stopped.set()
-
-
-@pytest.mark.slow  # three minutes, of which actors must start within seconds; run by hand
-def test_ranks_share_a_pool_that_two_of_them_could_fill(nodes, tmp_path):
-    """Each has an actor of its own, and 12 CPUs are for all of them."""
-    nodes.reset([(12, 1)])
-    ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
-    try:
-        prepared = make_set(tmp_path, [row(number) for number in range(ROWS)])
-        inputs = Inputs(image_side=8, fit="squash", max_tokens=12)
-        reader = SlowReader(0.5, prepared, inputs, train_tokenizer(CAPTIONS, 60), 10**6)
-        ranks, runs, waits = [], [], []
-        limits = DecoderLimits(1, 1, 64)
-        for _ in range(3):
-            ranks.append(PacedRank.remote())
-            runs.append(ranks[-1].run.remote(reader, limits))
-            time.sleep(START_INTERVAL_S)
-        for _ in range(7):
-            before = ray.get([each.state.remote() for each in ranks])
-            time.sleep(10)
-            after = ray.get([each.state.remote() for each in ranks])
-            shares = [(b[0] - a[0]) / 10 for a, b in zip(before, after, strict=True)]
-            sizes = [size for _, size in after]
-            waits.append(shares)
-            print(f"decode actors {sizes}, waits {[f'{share:.0%}' for share in shares]}")
-        ray.get([each.stop.remote() for each in ranks])
-        ray.get(runs)
-    finally:
-        ray.shutdown()
-    assert sum(sizes) == 15 and max(sizes) - min(sizes) <= 1
-    assert np.mean(waits, axis=0).max() < 0.2
 
 
 @pytest.mark.slow  # a minute; run by hand

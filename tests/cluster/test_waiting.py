@@ -42,15 +42,6 @@ def test_lines_come_after_ten_seconds_and_each_minute(cluster):
     )
 
 
-def test_line_names_runs_of_a_higher_priority(cluster):
-    clock, _ = cluster
-    lines = []
-    wait = ResourceWait(TWO_WORKERS, 600.0, lambda text, _: lines.append(text))
-    clock[0] = 10.0
-    wait.poll(has_turn=False)
-    assert "; runs of a higher cluster.priority start first; gives up after 600 s" in lines[0]
-
-
 def test_wait_ends_at_its_limit(cluster):
     clock, _ = cluster
     wait = ResourceWait(Demand(3, {"CPU": 1.0}, purpose="data"), 30.0, lambda *_: None)

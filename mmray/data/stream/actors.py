@@ -18,9 +18,8 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mmray.cluster.capacity import NODE_ID, Node, exclude_nodes
+from mmray.cluster.capacity import NODE_ID, exclude_nodes
 from mmray.cluster.placement import node_name
-from mmray.cluster.ray_internals import pending_actors
 from mmray.data.stream.decode_actor import DecodeActor
 from mmray.data.stream.decoder import BlockDecoder, Decoded
 from mmray.data.stream.order import BlockPlan, ResumePoint
@@ -234,7 +233,7 @@ class ActorPool:
         before = self._size.target
         must_yield = self._must_yield()
         num_running = len(self.workers)
-        self._size.update(now_s, waited_s, num_running, must_yield, self._is_contested)
+        self._size.update(now_s, waited_s, num_running, must_yield)
         if self._size.target != before and self._rank == 0:
             reason = ", because others wait for CPUs" * must_yield
             self._notify(f"decode actors of rank 0: {self._size.target}, was {before}{reason}")
@@ -303,18 +302,6 @@ class ActorPool:
             ray.kill(actor.handle)
             self._actors.remove(actor)
             self._actors.append(self._start(now_s, prefers_own_node=False))
-
-    def _is_contested(self) -> bool:
-        """Return whether actors of other ranks wait for CPUs of nodes where this rank has some."""
-        used = {actor.node for actor in self._actors if actor.has_cpu}
-        nodes = [Node({}, each["Labels"]) for each in ray.nodes() if each["NodeID"] in used]
-        waiting = [
-            selector
-            for selector in pending_actors(DecodeActor.__name__)
-            if any(node.matches_labels(selector) for node in nodes)
-        ]
-        own = sum(actor.has_cpu and not actor.node for actor in self._actors)
-        return len(waiting) > own
 
     def _limit_of(self, node: str) -> int:
         """Return the most blocks of this rank in the object store of a node."""

@@ -5,7 +5,6 @@ while it does not. Pure: the caller passes the time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 # Grow if the rank waited for this share of the window.
@@ -18,9 +17,6 @@ SHRINK_WINDOW_S = 60.0
 MAX_SHRINK_WINDOWS = 32
 SHRINK_SHARE = 0.01
 SHRINKAGE = 0.125
-# Shrink also if processes of other ranks wait for the same CPUs, and the rank would then wait for
-# at most this share.
-CONTESTED_SHARE = 0.2
 # Without an update for this long the rank evaluates: it does not wait, because it reads nothing.
 IDLE_S = 60.0
 
@@ -77,20 +73,12 @@ class PoolSize:
         self._has_shrunk = False
         self._updated_s = now_s
 
-    def update(
-        self,
-        now_s: float,
-        waited_s: float,
-        num_running: int,
-        must_yield: bool,
-        is_contested: Callable[[], bool],
-    ) -> None:
+    def update(self, now_s: float, waited_s: float, num_running: int, must_yield: bool) -> None:
         """Choose `target` again.
 
         It grows if the rank has waited for rows in more than 5 % of the last 5 s, and shrinks if it
         has waited in less than 1 % of the last 60 s (a time that doubles when shrinking was a
-        mistake). While other ranks get no CPUs, it also shrinks if it would then wait in less than
-        20 %.
+        mistake).
 
         Args:
             now_s: The present time, of the same clock as before.
@@ -98,8 +86,6 @@ class PoolSize:
             num_running: Number of processes that have started. The target does not grow before all
                 requested processes run.
             must_yield: Whether another run waits for resources. If so, the target is the minimum.
-            is_contested: Returns whether processes of other ranks wait for CPUs that these have;
-                called at most once in 60 s.
         """
         was_idle = now_s - self._updated_s > IDLE_S
         self._updated_s = now_s
@@ -121,12 +107,10 @@ class PoolSize:
             # Fewer than run, so none of those that have not started.
             running = min(self.target, num_running)
             fewer = max(self._minimum, running - math.ceil(running * SHRINKAGE))
-            later_share = 1 - (1 - share) * fewer / max(1, running)
             if self._idle_windows >= self._shrink_windows:
                 self._has_shrunk = self._has_shrunk or self.target > self._minimum
-                self._shrink(fewer)
-            elif later_share < CONTESTED_SHARE and is_contested():
-                self._shrink(fewer)
+                self._idle_windows = 0
+                self.target = min(self.target, fewer)
             self._shrink_window = _Window(now_s, waited_s)
 
     def _grow(self, now_s: float, waited_s: float, share: float) -> None:
@@ -141,7 +125,3 @@ class PoolSize:
         if self._has_shrunk:
             self._shrink_windows = min(MAX_SHRINK_WINDOWS, 2 * self._shrink_windows)
             self._has_shrunk = False
-
-    def _shrink(self, target: int) -> None:
-        self._idle_windows = 0
-        self.target = min(self.target, target)

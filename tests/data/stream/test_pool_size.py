@@ -1,7 +1,5 @@
 """The number of decode actors follows the time that a rank waits for blocks."""
 
-import pytest
-
 from mmray.data.stream.pool_size import PoolSize
 
 
@@ -12,12 +10,12 @@ class Rank:
         self.now_s = self.waited_s = 0.0
         self.size = PoolSize(minimum, maximum, 0.0)
 
-    def train(self, seconds, wait_share, num_running=None, must_yield=False, is_contested=False):
+    def train(self, seconds, wait_share, num_running=None, must_yield=False):
         for _ in range(int(seconds * 2)):
             self.now_s += 0.5
             self.waited_s += 0.5 * wait_share
             running = self.size.target if num_running is None else num_running
-            self.size.update(self.now_s, self.waited_s, running, must_yield, lambda: is_contested)
+            self.size.update(self.now_s, self.waited_s, running, must_yield)
         return self.size.target
 
 
@@ -79,74 +77,3 @@ def test_actors_that_never_start_are_not_requested_forever():
     rank.train(11, 0.5)
     assert rank.train(6, 0.5) == 16
     assert rank.train(121, 0.0, num_running=5) == 4
-
-
-def test_a_rank_that_waits_little_gives_processes_to_others():
-    rank = Rank(2, 16)
-    rank.train(30, 0.5)
-    assert rank.train(130, 0.04) == 16
-    assert rank.train(61, 0.04, is_contested=True) == 14
-    assert rank.train(130, 0.2, is_contested=True) == 16  # it waits itself
-
-
-class Pool:
-    """Ranks that share CPUs, in the order of their requests; each needs some for not waiting."""
-
-    def __init__(self, num_cpus, needs):
-        self.num_free = num_cpus
-        self.needs = needs
-        self.sizes = []
-        self.running = []
-        self.waited_s = [0.0] * len(needs)
-        self.pending = []  # numbers of the ranks
-        self.now_s = 0.0
-
-    def start(self):
-        self.sizes.append(PoolSize(1, 1000, self.now_s))
-        self.running.append(1)  # reserved with the rank, in addition to the pool
-
-    def shares(self):
-        return [
-            max(0.02, 1 - running / need)
-            for running, need in zip(self.running, self.needs, strict=False)
-        ]
-
-    def train(self, seconds):
-        for _ in range(int(seconds * 2)):
-            self.now_s += 0.5
-            for rank, share in enumerate(self.shares()):
-                self.waited_s[rank] += 0.5 * share
-                self.update(rank)
-            while self.pending and self.num_free:
-                self.running[self.pending.pop(0)] += 1
-                self.num_free -= 1
-
-    def update(self, rank):
-        size = self.sizes[rank]
-        others = [each for each in self.pending if each != rank]
-        size.update(
-            self.now_s, self.waited_s[rank], self.running[rank], False, lambda: bool(others)
-        )
-        while self.running[rank] > size.target:
-            self.running[rank] -= 1
-            self.num_free += 1
-        own = len(self.pending) - len(others)
-        missing = max(0, size.target - self.running[rank])
-        self.pending = [*others, *[rank] * missing] if own > missing else self.pending
-        self.pending += [rank] * (missing - own)
-
-
-@pytest.mark.parametrize(
-    ("num_cpus", "needs"),
-    [(21, [8, 8, 8]), (18, [8, 8, 8]), (12, [5.5] * 3), (260, [100, 100, 100])],
-)
-def test_ranks_that_start_later_get_their_share_of_a_full_pool(num_cpus, needs):
-    """The first rank has all CPUs that it needs before the others start."""
-    pool = Pool(num_cpus, needs)
-    for _ in needs:
-        pool.start()
-        pool.train(120)
-    pool.train(600)
-    for _ in range(20):
-        pool.train(30)
-        assert max(pool.shares()) < 0.2, pool.running
