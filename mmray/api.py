@@ -48,8 +48,6 @@ RunPath = Positional[Annotated[Run | str | AnyPath, arg(metavar="RUN")]]
 OutPath = Positional[Annotated[str | AnyPath, arg(metavar="OUT")]]
 Accelerator = Literal["auto", "gpu", "cpu"]
 Goal = Literal["throughput", "loss", "recall"]
-Search = Literal["random", "optuna"]
-Scheduler = Literal["halving", "asha"]
 Reporter = TypeVar("Reporter", bound="RunReporter")
 
 
@@ -608,8 +606,6 @@ def tune(
     space: Mapping[str, str | Sequence[Any]] | None = None,
     goal: Goal = "throughput",
     samples: int | None = None,
-    search: Search = "random",
-    scheduler: Scheduler = "halving",
     budget: str | None = None,
     concurrency: int | None = None,
     reporter: SweepReporter | None = None,
@@ -628,9 +624,7 @@ def tune(
             "loguniform(1e-5,1e-3)"}`; None: the learning rate, for goals `loss` and `recall`.
         goal: `throughput` (samples/s), `loss` (held-out) or `recall` (recall@1).
         samples: configurations to sample; None: 32 if there is a range, otherwise all.
-        search: how configurations are suggested: `random`, or `optuna` (extra `optuna`).
-        scheduler: when trials end early: `halving`, or Ray Tune's `asha`.
-        budget: after which trials stop, as `2h`, `30m` or `40gpu-hours`; None: no limit.
+        budget: time after which trials stop, as `2h` or `30m`; None: no limit.
         concurrency: trials at a time; None: one on a single machine, as many as fit on a cluster.
         reporter: receives messages and progress; None: they are shown.
         **sections: settings of all trials that differ from the recipe. `train={"steps": N}` or
@@ -646,11 +640,9 @@ def tune(
         ResourceError: the cluster cannot provide the resources.
     """
     from mmray.tuning import trials
-    from mmray.tuning.request import Budget, SweepRequest
+    from mmray.tuning.request import SweepRequest, parse_budget
 
     _check_choice("goal", goal, Goal)
-    _check_choice("search", search, Search)
-    _check_choice("scheduler", scheduler, Scheduler)
     require_positive(samples=samples, concurrency=concurrency)
     own = _load(recipe)
     # Without the length of the recipe, so that what is left is the length of a trial.
@@ -661,8 +653,6 @@ def tune(
     if trials.is_shape_probe(goal, space or ()):
         _refuse_options_of_trials(
             samples=samples is not None,
-            search=search != "random",
-            scheduler=scheduler != "halving",
             budget=budget is not None,
             concurrency=concurrency is not None,
         )
@@ -674,9 +664,7 @@ def tune(
             space=build_space(space or {}, samples, base.train.seed),
             goal=goal,
             concurrency=concurrency,
-            searcher=search,
-            scheduler=scheduler,
-            budget=Budget.parse(budget),
+            budget_s=parse_budget(budget),
         )
         sweep = _run_trials(request, reporter)
     _check_recommendation(sweep)

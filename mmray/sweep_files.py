@@ -55,12 +55,10 @@ class Rung(NamedTuple):
     Attributes:
         samples: Samples (rows) trained.
         value: Samples/s, held-out loss or mean recall@1, by the goal of the sweep.
-        elapsed_s: Seconds of the trial so far, over all its starts.
     """
 
     samples: int
     value: float
-    elapsed_s: float = 0.0  # seconds of the trial so far, over all its starts
 
 
 class CurvePoint(NamedTuple):
@@ -96,7 +94,7 @@ class TrialRow:
         samples_per_s: Training speed in rows per second.
         step_p50_s: Median of the seconds of a step.
         peak_gib: Largest peak memory of a worker.
-        elapsed_s: Seconds with workers, over all starts of the trial.
+        elapsed_s: Seconds of its run, over all starts.
         run: Folder of the run, relative to the folder of the sweep.
         is_recipe: Whether the searched settings have the values of the recipe that the sweep
             started from.
@@ -163,7 +161,9 @@ class TrialRow:
         """
         known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
         known["global_batch_size"] = values.get("global")
-        known["rungs"] = tuple(Rung(**rung) for rung in values.get("rungs", ()))
+        known["rungs"] = tuple(
+            Rung(rung["samples"], rung["value"]) for rung in values.get("rungs", ())
+        )
         known["curve"] = tuple(CurvePoint(*point[:2]) for point in values.get("curve", ()))
         return cls(**known)
 

@@ -77,9 +77,8 @@ class SweepRecord:
         folder: The folder.
         summary: Content of sweep.json, {} if it is missing: `status`, `recommendation` ({best, why,
             per_global}, or None), `elapsed_s`, `recipe`, `goal`, `space` (by setting the listed
-            values, or the range as text) and `environment`. Of trials that train also `rungs`,
-            `searcher`, `scheduler`, `concurrency`, `device` and `gpu_hours`; of measured batch
-            shapes `measures` (`shapes`) and `workers`.
+            values, or the range as text) and `environment`. Of trials that train also `rungs`
+            and `concurrency`; of measured batch shapes `measures` (`shapes`) and `workers`.
         trials: The rows of trials.jsonl, one per trial: settings, status and measurements.
     """
 

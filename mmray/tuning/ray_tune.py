@@ -1,24 +1,18 @@
-"""Trials as trials of Ray Tune, which starts, schedules and stops them. Each is a run of
-`mmray train`.
+"""Trials as trials of Ray Tune, which starts and stops them. Each is a run of `mmray train`.
 
 A trial trains to its next rung, ends its workers with a checkpoint, reports, and resumes if it
-continues.
-
-`Tuner.restore` is not used, because it does not restore the rungs of the scheduler and reads
-pickles: a repeated command starts Ray Tune again, and for ASHA and Optuna trials report their
-finished rungs again from trials.jsonl.
+continues. `Tuner.restore` is not used, because it reads pickles: a repeated command starts Ray Tune
+again with the trials that have not reached the rung.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ray import tune
-from ray.tune.schedulers import ASHAScheduler
-from ray.tune.search import ConcurrencyLimiter
 from ray.tune.search.basic_variant import BasicVariantGenerator
 
 from mmray.cluster.ray_internals import HEAD_RESOURCE
@@ -26,84 +20,66 @@ from mmray.cluster.run_resources import check_capacity
 from mmray.errors import ResourceError, TrainingError
 from mmray.report.run import read_lines
 from mmray.storage.paths import remove_tree
-from mmray.sweep_files import GOALS, Rung, TrialRow
+from mmray.sweep_files import Rung
 from mmray.training import RunReporter
 from mmray.training.backend import run_in_thread
-from mmray.training.coordinator import IMPORTING
 from mmray.training.driver import train
 from mmray.training.monitor import signal_handlers
 from mmray.training.ray_trainer import ray_storage
 from mmray.tuning.concurrency import apply_trial_resources
-from mmray.tuning.results import ENDED, TrialOutcome, classify_error, newest_value
-from mmray.tuning.rungs import REDUCTION
-from mmray.tuning.suggestions import build_optuna, tune_space
+from mmray.tuning.results import TrialOutcome, classify_error, newest_value
 from mmray.tuning.sweep import STOP_FILE, SweepState
 from mmray.tuning.trials import SweepPlan, Trial, TrialResources
 
 # `verbose=0` disables only the older reporter of Ray Tune; trials must keep the working directory.
-# A trial that ends with an error reports no metric.
 ENVIRONMENT = {
     "RAY_AIR_NEW_OUTPUT": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "TUNE_FORCE_TRIAL_CLEANUP_S": "10",
 }
 # The driver of a trial runs on the head node and requests no CPU, because a small machine needs all
 # of them for data.
 _DRIVER_RESOURCES = {HEAD_RESOURCE: 0.001}
-# Keys of a report to Ray Tune. A report of a rung has the samples and the value; the last report
-# has the outcome.
-SAMPLES = "samples"
-METRIC = "value"
-STARTED = "started"
+# Keys of the report of a trial: its outcome, and the value at the rung unless it failed.
 OUTCOME = "outcome"
-# The only parameter of a trial with known settings; settings of Optuna have a dot.
-NAME = "trial"
+VALUE = "value"
+NAME = "trial"  # the only parameter of a trial
 
 
 def run_trials_on_ray_tune(
-    state: SweepState,
-    resources: TrialResources,
-    num_rungs: int,
-    names: Sequence[str] | None,
+    state: SweepState, resources: TrialResources, rung: int, names: Sequence[str]
 ) -> None:
-    """Train trials with Ray Tune, up to a rung.
+    """Train trials to a rung with Ray Tune.
 
     Ray Tune runs in a thread, while the calling thread handles signals. The rows of the trials in
     `state`, and in trials.jsonl, are updated meanwhile.
 
     Args:
-        state: The running sweep, with a row for each trial.
-        resources: Number of trials at a time, and the resources of each.
-        num_rungs: Number of rungs up to which the trials train.
-        names: Trials to train, such as `t001`; None: the trials that Optuna suggests.
+        rung: Index of the rung, from 0.
 
     Raises:
-        TrainingError: Ray Tune itself failed. The error of a trial is in its row instead.
+        TrainingError: Ray Tune itself failed.
     """
-    request = state.plan.request
     scratch = state.folder.path / "ray"
     remove_tree(scratch)
     trainable = tune.with_parameters(
         _run_trial,
         plan=replace(state.plan, resources=resources),
-        rows=dict(state.rows),
-        num_rungs=num_rungs,
-        # ASHA could decide differently about a trial that it has pruned.
-        ended=(*ENDED, "pruned") if request.scheduler == "asha" else ENDED,
+        settings={name: state.rows[name].settings for name in names},
+        rung=rung,
     )
     sweep_name = state.folder.path.name
     trainable.__name__ = sweep_name  # what Ray's dashboard calls the actors of trials
-    if names is None:
-        param_space = tune_space(request.base, request.space)
-    else:
-        param_space = {NAME: tune.grid_search(list(names))}
-    callback = _TuneCallback(state)
+    callback = _TuneCallback(state, state.plan.rungs[rung])
     tuner = tune.Tuner(
         tune.with_resources(trainable, _DRIVER_RESOURCES),
-        param_space=param_space,
-        tune_config=_tune_config(state, resources.num_concurrent, names, callback.name),
+        param_space={NAME: tune.grid_search(list(names))},
+        tune_config=tune.TuneConfig(
+            search_alg=BasicVariantGenerator(max_concurrent=resources.num_concurrent),
+            trial_name_creator=_name_of,
+            reuse_actors=True,  # Importing torch takes several seconds.
+        ),
         run_config=tune.RunConfig(
             name=sweep_name,
             **ray_storage(scratch),
@@ -125,131 +101,63 @@ def run_trials_on_ray_tune(
         remove_tree(scratch)
 
 
-def _tune_config(
-    state: SweepState,
-    max_concurrent: int,
-    names: Sequence[str] | None,
-    name_trial: Callable[[Any], str],
-) -> tune.TuneConfig:
-    """Return how Ray Tune searches and schedules; see `run_trials_on_ray_tune`."""
-    request = state.plan.request
-    searcher: ConcurrencyLimiter | BasicVariantGenerator
-    if names is None:
-        earlier = [row.settings for row in state.rows.values()]
-        searcher = build_optuna(request.base, request.space, earlier, max_concurrent)
-    else:
-        searcher = BasicVariantGenerator(max_concurrent=max_concurrent)
-    return tune.TuneConfig(
-        metric=METRIC,
-        mode="max" if GOALS[request.goal].maximize else "min",
-        num_samples=request.space.num_trials if names is None else 1,
-        search_alg=searcher,
-        scheduler=build_asha(state.plan.rungs) if request.scheduler == "asha" else None,
-        trial_name_creator=name_trial,
-        reuse_actors=True,  # Importing torch takes several seconds.
-    )
-
-
-def build_asha(rungs: Sequence[int]) -> ASHAScheduler:
-    """Return Ray Tune's ASHA scheduler (Li et al. 2020), which ends trials at rungs.
-
-    The metric and its mode are those of the TuneConfig that gets the scheduler.
-    """
-    return ASHAScheduler(
-        time_attr=SAMPLES, grace_period=rungs[0], max_t=rungs[-1], reduction_factor=REDUCTION
-    )
+def _name_of(trial: Any) -> str:
+    return str(trial.config[NAME])
 
 
 def _run_trial(
-    params: dict[str, Any],
-    plan: SweepPlan,
-    rows: dict[str, TrialRow],
-    num_rungs: int,
-    ended: tuple[str, ...],
+    params: dict[str, Any], plan: SweepPlan, settings: dict[str, dict[str, Any]], rung: int
 ) -> None:
-    """Train from rung to rung and report each to Ray Tune, which may end this function in a report.
-
-    Rungs that were finished before are only reported. A failure is reported instead of raised.
+    """Train a trial to a rung, and report its value and outcome to Ray Tune. A failure is reported
+    instead of raised.
     """
-    name = tune.get_context().get_trial_name()
-    row = rows.get(name) or TrialRow(name, "waiting", params)
-    # Every report repeats the last value, which the searcher takes from the last report.
-    last: dict[str, Any] = {}
-
-    def report_rung(rung: Rung) -> None:
-        last.update({SAMPLES: rung.samples, METRIC: rung.value})
-        tune.report(dict(last))
-
-    for rung in row.rungs:
-        report_rung(rung)
-    outcome = TrialOutcome(row.status, row.error)
-    if row.status not in ended:
-        reporter = _TrialReporter(on_started=lambda: tune.report(last | {STARTED: True}))
-        # An error is the outcome of this trial only.
-        try:
-            trial = plan.trial(name, row.settings)
-            outcome = train_rungs(trial, plan, len(row.rungs), num_rungs, reporter, report_rung)
-        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001
-            outcome = classify_error(error)
-    tune.report(last | {OUTCOME: outcome._asdict()})
+    name = params[NAME]
+    value = None
+    # An error is the outcome of this trial only.
+    try:
+        trial = plan.trial(name, settings[name])
+        outcome, value = train_to_rung(trial, plan, rung, _TrialReporter())
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001
+        outcome = classify_error(error)
+    tune.report({OUTCOME: outcome._asdict(), VALUE: value})
 
 
-def train_rungs(
-    trial: Trial,
-    plan: SweepPlan,
-    start: int,
-    stop: int,
-    reporter: RunReporter,
-    report_rung: Callable[[Rung], None],
-) -> TrialOutcome:
-    """Train a trial from rung to rung, and report its value at each.
-
-    Args:
-        start: Index of the first rung to train to, from 0.
-        stop: Index after the last rung to train to.
-        report_rung: Called when the trial has reached a rung.
+def train_to_rung(
+    trial: Trial, plan: SweepPlan, rung: int, reporter: RunReporter
+) -> tuple[TrialOutcome, float | None]:
+    """Train a trial to a rung.
 
     Returns:
-        A TrialOutcome with `status` and `error` (the reason, or None): `finished` after the last
-        rung of the plan, `paused` if later rungs are left, `stopped` if a stop was requested,
-        `infeasible`, or `failed` if the goal was not measured.
+        How it ended: `finished` at the last rung of the plan, `paused` at an earlier one, `stopped`
+        if a stop was requested, `infeasible`, or `failed` if the goal was not measured; and its
+        value if it has reached the rung.
 
     Raises:
         MmrayError: The run of the trial failed.
     """
     if trial.infeasible:
-        return TrialOutcome("infeasible", trial.infeasible)
+        return TrialOutcome("infeasible", trial.infeasible), None
     try:
         check_capacity(trial.config.with_cluster(workers=trial.config.cluster.max_workers))
     except ResourceError as error:
-        return TrialOutcome("infeasible", str(error))
+        return TrialOutcome("infeasible", str(error)), None
     should_stop = (plan.folder / STOP_FILE).exists
-    for samples in plan.rungs[start:stop]:
-        if should_stop():
-            return TrialOutcome("stopped")
-        config = apply_trial_resources(plan.run_config(trial, samples), plan.resources)
-        run = train(
-            config, reporter, should_stop=should_stop, local=plan.local, check_storage=False
-        )
-        if run.result["status"] != "finished":
-            return TrialOutcome("stopped")
-        value = newest_value(list(read_lines(run.path / "metrics.jsonl")), plan.request.goal)
-        if isinstance(value, str):
-            return TrialOutcome("failed", value)
-        report_rung(Rung(samples, value))
-    return TrialOutcome("finished" if stop == len(plan.rungs) else "paused")
+    if should_stop():
+        return TrialOutcome("stopped"), None
+    config = apply_trial_resources(plan.run_config(trial, plan.rungs[rung]), plan.resources)
+    run = train(config, reporter, should_stop=should_stop, local=plan.local, check_storage=False)
+    if run.result["status"] != "finished":
+        return TrialOutcome("stopped"), None
+    value = newest_value(list(read_lines(run.path / "metrics.jsonl")), plan.request.goal)
+    if isinstance(value, str):
+        return TrialOutcome("failed", value), None
+    return TrialOutcome("finished" if rung == len(plan.rungs) - 1 else "paused"), value
 
 
 class _TrialReporter:
     """RunReporter of a trial without output: its metrics are read from its folder."""
 
-    def __init__(self, on_started: Callable[[], None]) -> None:
-        self._on_started = on_started
-
-    def status(self, title: str) -> None:
-        if title == IMPORTING:
-            self._on_started()
-
+    def status(self, *_: Any) -> None: ...
     def log(self, *_: Any) -> None: ...
     def phase(self, *_: Any) -> None: ...
     def prepare_progress(self, *_: Any) -> None: ...
@@ -262,23 +170,16 @@ class _TuneCallback(tune.Stopper, tune.Callback):
     Pickled without state, because Ray Tune's restore is not used.
     """
 
-    def __init__(self, state: SweepState) -> None:
+    def __init__(self, state: SweepState, samples: int) -> None:
         self._state = state
+        self._samples = samples  # of the rung
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
 
-    def __deepcopy__(self, _: Any) -> _TuneCallback:
-        """Return this object: Ray Tune copies the function that names its trials."""
-        return self
-
-    def name(self, trial: Any) -> str:
-        """Return the name of a trial of Ray Tune."""
-        return trial.config.get(NAME) or self._state.add(trial.config)
-
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        """Return whether this is the last report of a trial."""
-        return OUTCOME in result
+        """Return whether this is the last report of a trial, as each is."""
+        return True
 
     def stop_all(self) -> bool:
         self._state.poll()
@@ -290,15 +191,9 @@ class _TuneCallback(tune.Stopper, tune.Callback):
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        if OUTCOME in result:
-            self._state.end(str(trial), TrialOutcome(**result[OUTCOME]))
-        elif STARTED in result:
-            self._state.start_workers(str(trial))
-        else:
-            self._state.reach(str(trial), result[SAMPLES], result[METRIC])
-
-    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._state.end(str(trial))
+        value = result[VALUE]
+        rung = None if value is None else Rung(self._samples, value)
+        self._state.end(str(trial), TrialOutcome(**result[OUTCOME]), rung)
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         # Not Ray's `get_pickled_error`, which reads a file that is copied to the storage later.

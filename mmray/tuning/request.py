@@ -3,67 +3,25 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mmray.config import Config, Train
 from mmray.config.search_space import Space
 from mmray.errors import UsageError
 
 
-@dataclass(frozen=True)
-class Budget:
-    """Limits of a sweep over all its commands; None: no limit.
+def parse_budget(text: str | None) -> float | None:
+    """Return the seconds of a value of `--budget`, such as `2h`, `30m` or `90s`; None without one.
 
-    Attributes:
-        seconds: Longest time in seconds.
-        gpu_seconds: Largest sum over the trials of their seconds times their GPUs.
+    Raises:
+        UsageError: The text has another form, or the number is 0.
     """
-
-    seconds: float | None = None
-    gpu_seconds: float | None = None
-
-    @classmethod
-    def parse(cls, text: str | None) -> Budget:
-        """Parse the value of `--budget`.
-
-        Args:
-            text: A time such as `2h`, `30m` or `90s`, or GPU-hours such as `40gpu-hours`; None or
-                empty: no limit.
-
-        Returns:
-            A Budget: `seconds` or `gpu_seconds` has the limit, the other one is None; both None
-            without a limit.
-
-        Raises:
-            UsageError: The text has another form, or the number is 0.
-        """
-        if not text:
-            return cls()
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|gpu-hours)", text)
-        if match is None or float(match[1]) == 0:
-            raise UsageError(
-                f"--budget {text}: write a time such as 2h or 30m, or GPU-hours such as 40gpu-hours"
-            )
-        number = float(match[1])
-        if match[2] == "gpu-hours":
-            return cls(gpu_seconds=3600 * number)
-        return cls(seconds=number * {"s": 1, "m": 60, "h": 3600}[match[2]])
-
-    def fraction_spent(self, seconds: float, gpu_seconds: float) -> float | None:
-        """Return the spent fraction of the budget, 1 or more if nothing is left; None without a
-        limit.
-
-        It is that of the time, or if only GPU-seconds are limited, that of the GPU-seconds.
-
-        Args:
-            seconds: Seconds of the sweep so far, over all its commands.
-            gpu_seconds: Seconds of all trials so far, each multiplied by the number of its GPUs.
-        """
-        if self.seconds is not None:
-            return seconds / self.seconds
-        if self.gpu_seconds is not None:
-            return gpu_seconds / self.gpu_seconds
+    if not text:
         return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    if match is None or float(match[1]) == 0:
+        raise UsageError(f"--budget {text}: write a time such as 2h, 30m or 90s")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
 
 
 @dataclass(frozen=True)
@@ -77,9 +35,7 @@ class SweepRequest:
         space: Lists and ranges by searched setting.
         goal: `throughput` (samples/s), `loss` (held-out) or `recall` (recall@1).
         concurrency: Trials at a time; None: one on a single machine, as many as fit on a cluster.
-        searcher: `random` or `optuna`.
-        scheduler: `halving` or `asha`.
-        budget: Limit of the time or the GPU-hours.
+        budget_s: Largest number of seconds of all commands of the sweep; None: no limit.
     """
 
     base: Config
@@ -87,6 +43,4 @@ class SweepRequest:
     space: Space
     goal: str
     concurrency: int | None = None
-    searcher: str = "random"
-    scheduler: str = "halving"
-    budget: Budget = field(default_factory=Budget)
+    budget_s: float | None = None

@@ -53,8 +53,6 @@ def select_promoted(rows: Sequence[TrialRow], rung: int, maximize: bool) -> list
 def planned_samples(count: int, rungs: Sequence[int]) -> int:
     """Return the samples that all trials of a sweep train in total with successive halving.
 
-    ASHA trains about as many.
-
     Args:
         count: Number of trials.
     """

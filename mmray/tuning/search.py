@@ -1,7 +1,6 @@
 """Run a sweep: trials train to rungs, the best ones continue, and one is recommended.
 
-Successive halving has a fixed cost and runs Ray Tune once per rung. Ray Tune's ASHA does not wait
-for the slowest trial, but continues the first ones without a comparison.
+Successive halving runs Ray Tune once per rung.
 """
 
 from __future__ import annotations
@@ -11,13 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from mmray import plugins
 from mmray.cluster.connect import asks_for_cluster, ray_session
 from mmray.cluster.run_resources import (
     check_capacity,
     check_storage,
     is_single_node,
-    resource_demand,
 )
 from mmray.config import Config, to_yaml
 from mmray.config.data import format_eval_sets
@@ -72,12 +69,6 @@ def search(request: SweepRequest, reporter: SweepReporter) -> SweepRecord:
     """
     request = replace(request, space=typed_space(request.base, request.space))
     corners = corner_trials(request.base, request.space, request.goal)
-    if request.searcher == "optuna":
-        plugins.check_installed("optuna", "--search optuna", "optuna")
-        if request.space.num_samples is None:
-            raise UsageError(
-                "--search optuna: give --samples N, because lists without a range are a grid"
-            )
     os.environ.update(ENVIRONMENT)
     with ray_session(largest_cluster(corners), log=reporter.log):
         feasible, data = prepare_data(corners, request.goal, reporter)
@@ -102,10 +93,7 @@ def search(request: SweepRequest, reporter: SweepReporter) -> SweepRecord:
                 "kind": "sweep",
                 "recipe": request.base.recipe,
                 **identity,
-                "searcher": request.searcher,
-                "scheduler": request.scheduler,
                 "concurrency": num_concurrent,
-                "device": "gpu" if "GPU" in resource_demand(request.base).per_worker else "cpu",
                 "environment": collect_environment(),
             }
             state = SweepState(folder, plan, reporter, summary)
@@ -267,43 +255,22 @@ def write_best_recipe(
 
 
 def run_trials(state: SweepState, configs: Sequence[Config]) -> None:
-    """Train all trials with the scheduler of the request.
+    """Run successive halving: Ray Tune once per rung, with the best trials of the rung before.
 
-    `halving` trains all trials to the first rung, and the best ones to the next. `asha` lets Ray
-    Tune's ASHA decide at each rung. Results are in the rows of `state` and in trials.jsonl; a
-    failed trial has its error there.
+    Returns early if the sweep was stopped. Results are in the rows of `state` and in trials.jsonl;
+    a failed trial has its error there.
+
+    Args:
+        configs: Configs at the corners of the search space, by which the number of trials at a time
+            is planned.
 
     Raises:
         TrainingError: Ray Tune itself failed.
     """
     request = state.plan.request
     (state.folder.path / STOP_FILE).unlink(missing_ok=True)
-    names = None
-    if request.searcher == "random":
-        names = [state.add(each) for each in random_settings(request.base, request.space)]
-    if request.scheduler == "asha":
-        resources = plan_resources(configs, request.concurrency, request.space.num_trials)
-        run_trials_on_ray_tune(state, resources, len(state.plan.rungs), names)
-    else:
-        run_halving(state, configs, names)
-    if state.stop_reason is None:
-        state.prune_paused()
-
-
-def run_halving(state: SweepState, configs: Sequence[Config], names: list[str] | None) -> None:
-    """Run successive halving: Ray Tune once per rung, with the best trials of the rung before.
-
-    Returns early if the sweep was stopped.
-
-    Args:
-        configs: Configs at the corners of the search space, by which the number of trials at a time
-            is planned.
-        names: Trials of the first rung, such as `t001`; None: the trials that Optuna suggests.
-
-    Raises:
-        TrainingError: Ray Tune itself failed.
-    """
-    request = state.plan.request
+    settings = random_settings(request.base, request.space)
+    names = list(dict.fromkeys(map(state.add, settings)))  # draws may be equal
     for rung, samples in enumerate(state.plan.rungs):
         if state.stop_reason is not None:
             return
@@ -311,12 +278,12 @@ def run_halving(state: SweepState, configs: Sequence[Config], names: list[str] |
             maximize = GOALS[request.goal].maximize
             names = select_promoted(list(state.rows.values()), rung - 1, maximize)
             state.prune_paused(keep=names)
-        if names is not None:
-            names = [name for name in names if not state.has_reached(name, rung)]
-            if not names:
-                continue
-        num_trials = request.space.num_trials if names is None else len(names)
+        names = [name for name in names if not state.has_reached(name, rung)]
+        if not names:
+            continue
         title = f"training to {samples:,} samples"
-        state.reporter.status(title if rung == 0 else f"{title}: {', '.join(names or ())}")
-        resources = plan_resources(configs, request.concurrency, num_trials)
-        run_trials_on_ray_tune(state, resources, rung + 1, names)
+        state.reporter.status(title if rung == 0 else f"{title}: {', '.join(names)}")
+        resources = plan_resources(configs, request.concurrency, len(names))
+        run_trials_on_ray_tune(state, resources, rung, names)
+    if state.stop_reason is None:
+        state.prune_paused()

@@ -1,4 +1,4 @@
-"""Settings of trials: a grid, random draws, or suggestions of Optuna."""
+"""Settings of trials: a grid, or random draws."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 from ray import tune
-from ray.tune.search import ConcurrencyLimiter
-from ray.tune.search.optuna import OptunaSearch
 
 from mmray.config import Config
 from mmray.config.search_space import Range, Space, override_settings, round_sampled, setting_value
@@ -114,42 +112,3 @@ def _sizes_to_try(axis: tuple[Any, ...] | Range) -> list[int]:
     if not isinstance(axis, Range):
         return list(axis)
     return [round(axis.low), round(math.sqrt(axis.low * axis.high)), round(axis.high)]
-
-
-class MetricOnlyOptuna(OptunaSearch):
-    """Ray Tune's searcher for Optuna (TPE), for trials that also send reports without a metric.
-
-    Such a report is sent at the start of a trial.
-    """
-
-    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        """Pass a report of a trial to Optuna if it has the metric.
-
-        Args:
-            result: Reported values by name: the metric, unless the report is of the start, and
-                those that Ray Tune adds.
-        """
-        if self.metric in result:
-            super().on_trial_result(trial_id, result)
-
-
-def build_optuna(
-    base: Config, space: Space, earlier: list[dict[str, Any]], max_concurrent: int
-) -> ConcurrencyLimiter:
-    """Return a searcher of Ray Tune that suggests trials with Optuna's TPE.
-
-    Args:
-        space: Lists and ranges by setting, number of samples and seed.
-        earlier: Settings of the trials of earlier commands, which are tried first. Finished ones
-            are not trained again: they only report their values again, because the state of Ray
-            Tune's searcher cannot be restored without pickles.
-        max_concurrent: Number of trials at a time.
-    """
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    points = earlier + [each for each in starting_points(base, space) if each not in earlier]
-    # With an equal seed it would repeat the random draws of an earlier command.
-    seed = space.seed + len(earlier)
-    searcher = MetricOnlyOptuna(points_to_evaluate=points, seed=seed)
-    return ConcurrencyLimiter(searcher, max_concurrent)

@@ -20,7 +20,7 @@ from mmray.errors import ForceExit, UsageError
 from mmray.report.run import read_lines
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath
-from mmray.sweep_files import SWEEP, TRIALS, Recommendation, Rung, Status, TrialRow
+from mmray.sweep_files import SWEEP, TRIALS, Recommendation, Rung, TrialRow
 from mmray.training import RunReporter
 from mmray.training.run_dir import RunDir, forbidden_changes, has_other_files, select_folder
 from mmray.tuning.results import ENDED, TrialOutcome, measured_row
@@ -135,9 +135,8 @@ class SweepReporter(RunReporter, Protocol):
 class SweepState:
     """The rows of the trials of a running sweep, the time it has taken, and whether it must stop.
 
-    Of each trial `add` (if Optuna suggested it), `start`, `start_workers`, `reach` for each rung
-    and `end` are called, and `poll` all the time, in a thread of Ray Tune. The main thread calls
-    `on_signal` for a signal.
+    Of each trial `start` and `end` are called for each rung, and `poll` all the time, in a thread
+    of Ray Tune. The main thread calls `on_signal` for a signal.
 
     Attributes:
         folder: The folder of the sweep.
@@ -173,11 +172,7 @@ class SweepState:
         self._earlier_s = folder.read_json(SWEEP).get("elapsed_s", 0.0)
         self._stop_s = 0.0
         self._save_s = clock()
-        # Trials of this command that run: until when the time of their workers is in their rows,
-        # or None if they wait for workers.
-        self._running: dict[str, float | None] = {}
-        # Trials that this command has suggested.
-        self._suggested: set[str] = set()
+        self._running: set[str] = set()  # trials of this command
         for name, row in self.rows.items():
             if row.status == "running":
                 # The earlier command was killed.
@@ -188,54 +183,28 @@ class SweepState:
         """Seconds of all commands of this sweep so far, also of those before it was resumed."""
         return self._earlier_s + self.clock() - self._start_s
 
-    @property
-    def gpu_seconds(self) -> float:
-        """Sum over the trials so far of their seconds with workers times their GPUs; without GPUs a
-        worker counts as one.
-        """
-        self._add_running_time()
-        gpus_per_worker = self.plan.request.base.train.gpus_per_worker
-        rows = self.rows.values()
-        return sum(row.elapsed_s * (row.workers or 0) * gpus_per_worker for row in rows)
-
-    def _add_running_time(self) -> None:
-        """Add the time since the last call to the rows of trials that have workers."""
-        now_s = self.clock()
-        for name, start_s in self._running.items():
-            if start_s is not None:
-                row = self.rows[name]
-                self.rows[name] = replace(row, elapsed_s=row.elapsed_s + now_s - start_s)
-                self._running[name] = now_s
-
     def budget_spent(self) -> float | None:
         """Return the spent fraction of the sweep's budget, 1 or more if nothing is left; None
         without a budget.
         """
-        return self.plan.request.budget.fraction_spent(self.elapsed_s, self.gpu_seconds)
+        budget_s = self.plan.request.budget_s
+        return None if budget_s is None else self.elapsed_s / budget_s
 
     def _num_samples(self) -> int:
         """Return the samples of all reached rungs."""
         return sum(row.rungs[-1].samples for row in self.rows.values() if row.rungs)
 
     def add(self, settings: dict[str, Any]) -> str:
-        """Add a trial that was suggested, and return its name.
-
-        Args:
-            settings: Value by searched setting, such as {"optimizer.lr": 0.001}.
-
-        Returns:
-            The name of an existing trial with the same settings, otherwise a new one such as
-            `t004`.
+        """Add a trial, and return its name: that of a trial of an earlier command with the same
+        settings, otherwise a new one such as `t004`.
         """
         typed = self.plan.trial("", settings).settings
         for name, row in self.rows.items():
-            if name not in self._suggested and row.settings == typed:
-                break
-        else:
-            name = f"t{len(self.rows) + 1:03}"
-            is_recipe = self.plan.is_recipe(typed)
-            self.rows[name] = TrialRow(name, "waiting", typed, is_recipe=is_recipe)
-        self._suggested.add(name)
+            if row.settings == typed:
+                return name
+        name = f"t{len(self.rows) + 1:03}"
+        is_recipe = self.plan.is_recipe(typed)
+        self.rows[name] = TrialRow(name, "waiting", typed, is_recipe=is_recipe)
         return name
 
     def has_reached(self, name: str, rung: int) -> bool:
@@ -248,63 +217,28 @@ class SweepState:
         return len(row.rungs) > rung or row.status in ENDED
 
     def start(self, name: str) -> None:
-        """Mark a trial as running and write its row, so that a resumed sweep finds its run.
-
-        Its time is not counted yet, because it may still wait for its workers.
-        """
-        self._running[name] = None
-        if self.rows[name].status not in ENDED:
-            self._update(name, TrialOutcome("running"))
-
-    def start_workers(self, name: str) -> None:
-        """Start to count the time of a trial, for its `elapsed_s` and the budget of GPU-hours.
-
-        Called when its workers have started; the time before, waiting for nodes, is not counted.
-        """
-        if name in self._running and self._running[name] is None:
-            self._running[name] = self.clock()
-
-    def reach(self, name: str, samples: int, value: float) -> None:
-        """Add a rung to the row of a trial, unless the row has it.
-
-        Args:
-            value: Value of the goal: samples/s, held-out loss or recall@1.
-        """
-        if name not in self._running:
-            self.start(name)
-        self._add_running_time()
-        row = self.rows[name]
-        if any(rung.samples == samples for rung in row.rungs):
-            return
-        rung = Rung(samples, value, row.elapsed_s)
-        self.rows[name] = replace(row, rungs=(*row.rungs, rung))
+        """Mark a trial as running and write its row, so that a resumed sweep finds its run."""
+        self._running.add(name)
         self._update(name, TrialOutcome("running"))
-        planned = planned_samples(self.plan.request.space.num_trials, self.plan.rungs)
-        self.reporter.prepare_progress(
-            PrepareProgress("tune", self._num_samples(), planned, unit="samples")
-        )
-        if samples < self.plan.rungs[-1]:  # otherwise `end` reports it
-            self.reporter.trial(self.rows[name], len(self.plan.rungs))
 
-    def end(self, name: str, outcome: TrialOutcome | None = None) -> None:
+    def end(self, name: str, outcome: TrialOutcome, rung: Rung | None = None) -> None:
         """Write the row of a trial that has ended; ignored if it ended before.
 
         Args:
-            outcome: How it ended; None: `finished` if it has reached the last rung, `pruned` if it
-                has reached an earlier one, otherwise `stopped`.
+            rung: The rung that it has reached; None: it has ended before one.
         """
-        self._add_running_time()
-        self._running.pop(name, None)
-        row = self.rows[name]
-        if row.status != "running":
-            return  # It ended before.
-        if outcome is None:
-            status: Status = "pruned" if row.rungs else "stopped"
-            if row.samples == self.plan.rungs[-1]:
-                status = "finished"
-            outcome = TrialOutcome(status)
+        if name not in self._running:
+            return
+        self._running.remove(name)
+        if rung is not None:
+            row = self.rows[name]
+            self.rows[name] = replace(row, rungs=(*row.rungs, rung))
+            planned = planned_samples(self.plan.request.space.num_trials, self.plan.rungs)
+            self.reporter.prepare_progress(
+                PrepareProgress("tune", self._num_samples(), planned, unit="samples")
+            )
         self._update(name, outcome)
-        if outcome.status not in ("stopped", "paused"):
+        if outcome.status != "stopped":
             self.reporter.trial(self.rows[name], len(self.plan.rungs))
 
     def stop_all(self) -> None:
@@ -327,9 +261,11 @@ class SweepState:
 
     def _update(self, name: str, outcome: TrialOutcome) -> None:
         """Write the row of a trial from its outcome and the metrics of its run."""
-        row = self.rows[name]
+        run = self.folder.run(name)
+        elapsed_s = run.read_json("result.json").get("elapsed_s", 0.0)
+        row = replace(self.rows[name], elapsed_s=elapsed_s)
         trial = self.plan.trial(name, row.settings)
-        lines = list(read_lines(self.folder.run(name).path / "metrics.jsonl"))
+        lines = list(read_lines(run.path / "metrics.jsonl"))
         self.rows[name] = measured_row(row, trial, outcome, self.plan.request.goal, lines)
         self._write_rows()
 
@@ -346,19 +282,16 @@ class SweepState:
         self._summary["status"] = status
         self._summary["recommendation"] = None if best is None else best.to_json()
         self._summary["elapsed_s"] = self.elapsed_s
-        self._summary["gpu_hours"] = self.gpu_seconds / 3600
         self.folder.write_json(SWEEP, self._summary)
 
     def poll(self) -> None:
-        """Save the rows and the time, and stop if the budget is spent.
+        """Save the time, and stop if the budget is spent.
 
         Call it several times a second.
         """
         now_s = self.clock()
         if now_s >= self._save_s + SAVE_INTERVAL_S:
             self._save_s = now_s
-            self._add_running_time()
-            self._write_rows()
             self.write_summary("running")
         if self.stop_reason is None and (self.budget_spent() or 0.0) >= 1.0:
             self._request_stop("budget", "the budget is spent; stopping the running trials")

@@ -256,5 +256,4 @@ def make_learning_sweep(folder):
         space=space,
         recommendation=best,
         rungs=[64, 256],
-        gpu_hours=0.5,
     )

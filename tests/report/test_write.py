@@ -310,7 +310,7 @@ def test_running_sweep_has_a_page(tmp_path):
         learned("t001", 1e-3, "paused"),
         learned("t002", 1e-2, "running", rungs=(), curve=()),
     ]
-    about = {"status": "running", "recommendation": None, "gpu_hours": 0.25}
+    about = {"status": "running", "recommendation": None}
     page = page_of(make_sweep(tmp_path / "sweep", rows, goal="loss", rungs=[64, 256], **about))
     assert (
         "None yet: the sweep is still running or was killed." in page

@@ -80,8 +80,8 @@ def test_sweep_without_ranked_trial_is_an_error_with_each_reason(printed):
         (["--space", "optimizer.betas=[0.9,0.98"], "a list must end with `]`"),
         (["--space", "batch.micro=8,16"], "--goal loss depends on the global batch"),
         (
-            ["--goal", "throughput", "--budget", "2h", "--search", "optuna"],
-            "--search, --budget: no effect on --goal throughput without --space",
+            ["--goal", "throughput", "--budget", "2h", "--concurrency", "2"],
+            "--budget, --concurrency: no effect on --goal throughput without --space",
         ),
         (["--goal", "throughput", "--samples", "3"], "--samples: no effect on --goal"),
     ],

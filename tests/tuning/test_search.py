@@ -167,7 +167,6 @@ def test_sweep_folder_has_the_files_of_the_report(finished):
     assert summary["recommendation"]["best"] == "t001"
     assert summary["recommendation"]["why"] in " ".join(text.split())
     assert summary["environment"]["packages"]["ray"]
-    assert summary["gpu_hours"] > 0
     assert not (folder / "ray").exists()
     page = (folder / "report.html").read_text()
     assert "held-out loss by samples" in page.lower()

@@ -1,12 +1,11 @@
-"""Suggested settings: types, a grid, random draws, starting points, and Optuna."""
+"""Suggested settings: types, a grid, random draws and starting points."""
 
 import json
-import pickle
 
 import pytest
 
 from mmray.config import recipes
-from mmray.tuning.suggestions import build_optuna, random_settings, starting_points, tune_space
+from mmray.tuning.suggestions import random_settings, starting_points, tune_space
 from mmray.tuning.trials import typed_space
 from tests.spaces import parse_space
 
@@ -75,23 +74,3 @@ def test_starting_points_scale_the_rate_with_the_global_batch():
     narrow = space_of("optimizer.lr=loguniform(5e-3,1e-1)", samples=24)
     assert starting_points(SAMPLE, narrow) == []  # The recipe's own rate is outside.
     assert len(starting_points(SAMPLE, space_of(*axes, samples=4))) == 2
-
-
-def test_optuna_tries_the_starting_points_and_earlier_settings_first():
-    pytest.importorskip("optuna")
-    space = space_of("optimizer.lr=loguniform(1e-4,1e-2)", samples=12)
-    earlier = [{"optimizer.lr": 0.0005}, {"optimizer.lr": 0.002}]
-    searcher = build_optuna(SAMPLE, space, earlier, max_concurrent=100)
-    searcher.set_search_properties("value", "min", tune_space(SAMPLE, space))
-    pickle.dumps(searcher)  # as Ray Tune does when it starts
-    suggested = []
-    for name in "abcd":
-        suggested.append(searcher.suggest(name))
-        searcher.on_trial_result(name, {"started": True})
-        searcher.on_trial_result(name, {"value": 1.0, "training_iteration": 1})
-        searcher.on_trial_complete(name, {"value": 1.0})
-    assert suggested[:2] == earlier and suggested[2] not in earlier
-    assert all(1e-4 <= settings["optimizer.lr"] <= 1e-2 for settings in suggested)
-    fresh = build_optuna(SAMPLE, space, [], max_concurrent=100)
-    fresh.set_search_properties("value", "min", tune_space(SAMPLE, space))
-    assert fresh.suggest("a") == {"optimizer.lr": SAMPLE.optimizer.lr}

@@ -12,7 +12,7 @@ from mmray.errors import ForceExit, TrainingError, UsageError
 from mmray.sweep_files import Rung, TrialRow
 from mmray.training.monitor import signal_handlers
 from mmray.tuning import ray_tune, search
-from mmray.tuning.request import Budget, SweepRequest
+from mmray.tuning.request import SweepRequest, parse_budget
 from mmray.tuning.results import TrialOutcome, recommend_trial
 from mmray.tuning.rungs import select_promoted
 from mmray.tuning.sweep import STOP_FILE, SweepState, resolve_sweep_dir
@@ -55,11 +55,8 @@ def test_unnamed_sweep_resumes_until_finished(tmp_path):
 RATES = parse_space(["optimizer.lr=1e-3,1e-2,1e-1,1,2e-2,3e-2,4e-2"])
 
 
-NO_BUDGET = Budget()
-
-
-def plan_for(folder, goal="loss", rungs=(100, 400, 1600), space=RATES, budget=NO_BUDGET):
-    request = SweepRequest(SAMPLE, SAMPLE.train, space, goal, budget=budget)
+def plan_for(folder, goal="loss", rungs=(100, 400, 1600), space=RATES, budget_s=None):
+    request = SweepRequest(SAMPLE, SAMPLE.train, space, goal, budget_s=budget_s)
     return SweepPlan(request, rungs, folder=folder)
 
 
@@ -75,12 +72,6 @@ class Reporter(Silent):
 
     def trial(self, row, num_rungs):
         self.rows.append((row.trial, row.status, len(row.rungs)))
-
-
-def start(state, name):
-    """Start a trial and its workers."""
-    state.start(name)
-    state.start_workers(name)
 
 
 class Clock:
@@ -106,20 +97,26 @@ def pass_time(state, seconds):
     state.clock.now_s += seconds
 
 
+def reach(state, name, samples, value, status="paused"):
+    """Train a trial to a rung."""
+    state.start(name)
+    state.end(name, TrialOutcome(status), Rung(samples, value))
+
+
 def test_rows_have_rungs_and_the_way_each_trial_ended(begin):
     state = begin()
     names = [state.add({"optimizer.lr": lr}) for lr in (1e-3, 1e-2, 1e-1, 1.0)]
     assert names == ["t001", "t002", "t003", "t004"]
     for name in names[:3]:
-        start(state, name)
-        pass_time(state, 10)
-        state.reach(name, 100, 2.0)
-    state.end("t002")  # by the scheduler
-    pass_time(state, 5)
-    state.reach("t001", 400, 1.5)
-    state.reach("t001", 1600, 1.0)
-    state.end("t001")
+        reach(state, name, 100, 2.0)
+    state.prune_paused(keep=["t001", "t003"])
+    reach(state, "t001", 400, 1.5)
+    state.folder.run("t001").path.mkdir(parents=True)
+    state.folder.run("t001").write_json("result.json", {"elapsed_s": 35.0})
+    reach(state, "t001", 1600, 1.0, "finished")
+    state.start("t003")
     state.end("t003", TrialOutcome("failed", "evaluate/loss is not finite"))
+    state.end("t003", TrialOutcome("stopped"))  # it has ended before
     rows = state.folder.read_rows()
     assert [(row.status, len(row.rungs)) for row in rows.values()] == [
         ("finished", 3),
@@ -127,53 +124,34 @@ def test_rows_have_rungs_and_the_way_each_trial_ended(begin):
         ("failed", 1),
         ("waiting", 0),
     ]
-    assert [rung.elapsed_s for rung in rows["t001"].rungs] == [10, 35, 35]
+    assert [row.elapsed_s for row in rows.values()] == [35, 0, 0, 0]
     assert (rows["t001"].value("loss"), rows["t002"].value("loss")) == (1.0, 2.0)
     assert rows["t003"].error == "evaluate/loss is not finite"
     assert state.reporter.rows[-2:] == [("t001", "finished", 3), ("t003", "failed", 1)]
     assert recommend_trial(list(rows.values()), "loss").best == "t001"
 
 
-def test_same_command_keeps_names_rungs_and_time_of_trials(begin):
+def test_same_command_keeps_names_and_rungs_of_trials(begin):
     first = begin()
     for lr in (1e-3, 1e-2):
-        start(first, name := first.add({"optimizer.lr": lr}))
-        pass_time(first, 10)
-        first.reach(name, 100, 2.0)
-    first.end("t001")
+        reach(first, first.add({"optimizer.lr": lr}), 100, 2.0)
+    first.start("t002")
     # Killed while t002 runs. The second command gets its trials in another order.
     second = begin()
-    suggested = [second.add({"optimizer.lr": lr}) for lr in (1e-2, 1e-3, 1e-3)]
-    assert suggested == ["t002", "t001", "t003"]
-    for name in ("t002", "t001"):
-        start(second, name)
-        second.reach(name, 100, 2.0)  # reported again without training
-    second.end("t001")
-    pass_time(second, 7)
-    second.reach("t002", 400, 1.5)
-    assert second.reporter.rows == [("t001", "pruned", 1), ("t002", "running", 2)]
+    suggested = [second.add({"optimizer.lr": lr}) for lr in (1e-2, 1e-3, 1e-3, 1e-1)]
+    assert suggested == ["t002", "t001", "t001", "t003"]
+    assert [row.status for row in second.rows.values()] == ["paused", "stopped", "waiting"]
+    reach(second, "t002", 400, 1.5)
+    assert second.reporter.rows == [("t002", "paused", 2)]
     assert second.rows["t001"] == first.rows["t001"]
-    assert second.rows["t002"].rungs == (Rung(100, 2.0, 10), Rung(400, 1.5, 17))
+    assert second.rows["t002"].rungs == (Rung(100, 2.0), Rung(400, 1.5))
 
 
-@pytest.mark.parametrize(
-    ("text", "budget", "spent"),
-    [
-        ("2h", Budget(seconds=7200), (7200, 0)),
-        ("30m", Budget(seconds=1800), (1800, 0)),
-        ("0.5gpu-hours", Budget(gpu_seconds=1800), (9, 1800)),
-        (None, Budget(), None),
-    ],
-)
-def test_budget_is_a_time_or_gpu_hours(text, budget, spent):
-    assert Budget.parse(text) == budget
-    if spent is None:
-        assert budget.fraction_spent(8, 8) is None
-    else:
-        assert budget.fraction_spent(8, 8) < 1 == budget.fraction_spent(*spent)
-    for wrong in ("2", "h", "0h", "2 hours"):
+def test_budget_is_a_time():
+    assert [parse_budget(text) for text in ("2h", "0.5h", "30m", None)] == [7200, 1800, 1800, None]
+    for wrong in ("2", "h", "0h", "2 hours", "40gpu-hours"):
         with pytest.raises(UsageError, match="write a time such as 2h"):
-            Budget.parse(wrong)
+            parse_budget(wrong)
 
 
 @pytest.mark.parametrize(
@@ -201,12 +179,12 @@ def poll(state):
 
 
 def test_spent_budget_stops_running_trials_and_kills_one_that_does_not_stop(begin):
-    state = begin(budget=Budget(gpu_seconds=30))
+    state = begin(budget_s=30)
     for lr in (1e-3, 1e-2):
-        start(state, state.add({"optimizer.lr": lr}))
+        state.start(state.add({"optimizer.lr": lr}))
     stop = state.folder.path / STOP_FILE
-    pass_time(state, 14)
-    assert not poll(state) and not stop.exists() and state.gpu_seconds == 28
+    pass_time(state, 29)
+    assert not poll(state) and not stop.exists()
     pass_time(state, 1)
     assert not poll(state) and stop.exists()  # requested; two trials run
     state.end("t001", TrialOutcome("stopped"))
@@ -218,41 +196,27 @@ def test_spent_budget_stops_running_trials_and_kills_one_that_does_not_stop(begi
 
 
 def test_time_of_a_killed_command_counts_for_the_budget(begin):
-    first = begin(budget=Budget(seconds=60))
-    start(first, first.add({"optimizer.lr": 1e-3}))
+    first = begin(budget_s=60)
+    first.start(first.add({"optimizer.lr": 1e-3}))
     for _ in range(12):
         pass_time(first, 4)
         assert not poll(first)
     # Killed after 48 s; the time was last saved at 48 s or up to 10 s before.
-    second = begin(budget=Budget(seconds=60))
-    assert 38 < second.elapsed_s <= 48 and 38 < second.gpu_seconds <= 48
+    second = begin(budget_s=60)
+    assert 38 < second.elapsed_s <= 48
     assert second.rows["t001"].status == "stopped"
-    start(second, second.add({"optimizer.lr": 1e-3}))
+    second.start(second.add({"optimizer.lr": 1e-3}))
     pass_time(second, 22)
     assert not poll(second) and second.stop_reason == "budget"  # requested
-    assert poll(begin(budget=Budget(gpu_seconds=30)))
-
-
-def test_waiting_for_workers_takes_no_gpu_hours(begin):
-    state = begin(budget=Budget(gpu_seconds=30))
-    state.start(name := state.add({"optimizer.lr": 1e-3}))
-    pass_time(state, 100)
-    assert not poll(state) and state.gpu_seconds == 0 and state.stop_reason is None
-    for _ in range(2):  # again after the first of its runs
-        state.start_workers(name)
-        pass_time(state, 20)
-    assert state.gpu_seconds == 40 and not poll(state) and state.stop_reason == "budget"
-    state.end(name, TrialOutcome("paused"))
-    assert state.rows[name].elapsed_s == 40
+    assert poll(begin(budget_s=30))
 
 
 def test_progress_counts_the_samples_of_the_planned_rungs(begin):
     state = begin()
-    start(state, name := state.add({"optimizer.lr": 1e-3}))
-    state.reach(name, 100, 2.0)
+    reach(state, state.add({"optimizer.lr": 1e-3}), 100, 2.0)
     # 7 trials train to 100 samples, 2 of them to 1600.
     assert state.reporter.last_progress == PrepareProgress("tune", 100, 3700, unit="samples")
-    assert begin(budget=Budget(seconds=40)).budget_spent() == 0.0
+    assert begin(budget_s=40).budget_spent() == 0.0
 
 
 @pytest.fixture
@@ -264,19 +228,18 @@ def simulated(monkeypatch):
     """
     calls = []
 
-    def run_trials(state, resources, num_rungs, names):
+    def run_trials(state, resources, rung, names):
         calls.append(list(names))
         for name in names:
-            start(state, name)
-            pass_time(state, 1)
+            state.start(name)
             rate = state.rows[name].settings["optimizer.lr"]
             if rate > 0.03:
                 state.end(name, TrialOutcome("failed", "evaluate/loss is not finite"))
                 continue
-            samples = state.plan.rungs[num_rungs - 1]
-            state.reach(name, samples, (1 + abs(math.log10(rate) + 2)) / samples)
-            is_last = num_rungs == len(state.plan.rungs)
-            state.end(name, TrialOutcome("finished" if is_last else "paused"))
+            samples = state.plan.rungs[rung]
+            value = (1 + abs(math.log10(rate) + 2)) / samples
+            is_last = rung == len(state.plan.rungs) - 1
+            reach(state, name, samples, value, "finished" if is_last else "paused")
             if state.stop_reason is not None:
                 return
 
@@ -292,9 +255,7 @@ def rates_of(*rates):
 def test_trial_that_only_an_earlier_command_suggested_is_promoted(begin, simulated):
     first = begin()
     for lr in (1e-3, 1e-2, 2e-2):
-        start(first, name := first.add({"optimizer.lr": lr}))
-        first.reach(name, 100, abs(lr - 1e-2))
-        first.end(name, TrialOutcome("paused"))
+        reach(first, first.add({"optimizer.lr": lr}), 100, abs(lr - 1e-2))
     state = begin(space=rates_of(1e-3))
     search.run_trials(state, [])
     assert simulated == [["t002", "t001"], ["t002", "t001"]]
@@ -325,11 +286,10 @@ def test_halving_continues_where_the_earlier_command_stopped(begin, simulated):
 def test_sweep_can_be_on_an_object_store(s3):
     sweep = started(base(f"{s3.address}/runs"))
     state = SweepState(sweep, plan_for(sweep.path), Reporter(), clock=Clock())
-    start(state, name := state.add({"optimizer.lr": 1e-3}))
-    state.reach(name, 100, 2.0)
+    state.start(name := state.add({"optimizer.lr": 1e-3}))
     state.on_signal(signal.SIGINT, None)
     assert (sweep.path / STOP_FILE).exists() and state.plan.folder == sweep.path
-    state.end(name, TrialOutcome("paused"))
+    state.end(name, TrialOutcome("paused"), Rung(100, 2.0))
     again = resolve_sweep_dir(base(f"{s3.address}/runs"), IDENTITY, Silent())
     assert again.read_rows() == state.rows
     config = state.plan.run_config(state.plan.trial(name, state.rows[name].settings), 100)
@@ -350,8 +310,7 @@ def test_failure_of_ray_tune_is_recorded_and_raised(begin, monkeypatch):
 
 def test_stopped_sweep_recommends_the_best_so_far(begin, monkeypatch):
     def run_trials(state, _):
-        start(state, name := state.add({"optimizer.lr": 1e-2}))
-        state.reach(name, 100, 1.0)
+        reach(state, state.add({"optimizer.lr": 1e-2}), 100, 1.0)
         state.on_signal(signal.SIGINT, None)
         state.stop_all()
 
@@ -376,7 +335,7 @@ def test_dead_driver_of_a_trial_is_reported_with_its_cause(begin, tmp_path):
         def __str__(self):
             return name
 
-    ray_tune._TuneCallback(state).on_trial_error(1, [], DeadTrial())
+    ray_tune._TuneCallback(state, 100).on_trial_error(1, [], DeadTrial())
     assert state.rows[name].error == "its driver process died: Memory on the node was low"
 
 

@@ -11,8 +11,7 @@ from mmray.cluster import placement
 from mmray.cluster.capacity import Node
 from mmray.config import Config, Train, recipes
 from mmray.errors import ResourceError, UsageError
-from mmray.sweep_files import Rung
-from mmray.tuning.ray_tune import train_rungs
+from mmray.tuning.ray_tune import train_to_rung
 from mmray.tuning.request import SweepRequest
 from mmray.tuning.rungs import rungs_up_to
 from mmray.tuning.search import prepare_data
@@ -270,8 +269,8 @@ class Ended(NamedTuple):
     result: dict[str, str]
 
 
-def test_trial_trains_from_rung_to_rung_and_skips_those_that_are_done(tmp_path, monkeypatch):
-    trained, reported, statuses = [], [], iter(["finished", "finished", "stopped"])
+def test_trial_trains_to_a_rung(tmp_path, monkeypatch):
+    trained, statuses = [], iter(["finished", "finished", "stopped"])
 
     def train(config, reporter, should_stop, local, check_storage):
         trained.append((config.train.samples, should_stop()))
@@ -284,16 +283,16 @@ def test_trial_trains_from_rung_to_rung_and_skips_those_that_are_done(tmp_path, 
     monkeypatch.setattr("mmray.tuning.ray_tune.check_capacity", lambda config: None)
     plan = replace(plan_of("batch.global=64,128"), folder=tmp_path, rungs=(100, 400, 1600))
     trial = plan.trial("t001", {"batch.global": 64})
-    assert train_rungs(trial, plan, 1, 3, runs.Silent(), reported.append).status == "finished"
-    assert reported == [Rung(400, 1), Rung(1600, 2)]
-    assert train_rungs(trial, plan, 0, 1, runs.Silent(), reported.append).status == "stopped"
-    assert train_rungs(trial, plan, 1, 1, runs.Silent(), reported.append).status == "paused"
-    assert trained == [(400, False), (1600, False), (100, False)] and len(reported) == 2
+    ends = [train_to_rung(trial, plan, rung, runs.Silent()) for rung in (1, 2, 0)]
+    assert [(outcome.status, value) for outcome, value in ends] == [
+        ("paused", 1),
+        ("finished", 2),
+        ("stopped", None),
+    ]
+    assert trained == [(400, False), (1600, False), (100, False)]
     (tmp_path / "stop").touch()
-    assert (
-        train_rungs(trial, plan, 0, 3, runs.Silent(), reported.append).status == "stopped"
-        and len(trained) == 3
-    )
+    assert train_to_rung(trial, plan, 0, runs.Silent())[0].status == "stopped"
+    assert len(trained) == 3
 
 
 def test_trial_with_too_few_gpus_is_infeasible_and_others_run(tmp_path, monkeypatch):
@@ -306,7 +305,7 @@ def test_trial_with_too_few_gpus_is_infeasible_and_others_run(tmp_path, monkeypa
     feasible, _ = prepare_data(corners, "throughput", runs.Silent())
     assert [trial.config.cluster.max_workers for trial in feasible] == [1, 2]
     plan = replace(plan_of("cluster.workers=1,2", goal="throughput", base=base), folder=tmp_path)
-    outcome = train_rungs(corners[2], plan, 0, 1, runs.Silent(), lambda result: None)
+    outcome, _ = train_to_rung(corners[2], plan, 0, runs.Silent())
     assert (
         outcome.status == "infeasible"
         and "4 training workers of 2 CPU and 1 GPU each" in outcome.error
