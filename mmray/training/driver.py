@@ -20,7 +20,7 @@ from mmray.data.store.manifest import QUARANTINE
 from mmray.data.store.mixture import PreparedMixture
 from mmray.engine.bad_rows import merge_bad_rows
 from mmray.engine.worker_context import TRAINING
-from mmray.errors import ForceExit, Log, TrainingError
+from mmray.errors import ForceExit, TrainingError
 from mmray.machine import torchrun_world_size
 from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
@@ -105,14 +105,12 @@ def train(
     if local or world_size > 1 or not needs_ray(config.cluster):
         timeline.status("checking the settings")
         with closing(LocalBackend(world_size)) as backend:
-            check_classes(config, reporter.log)
+            check_classes(config)
             return _train(config, timeline, backend, should_stop)
     timeline.status(session_title(config.cluster))
     actors = (config.data.worker_range or (1, 1))[0]
     # Classes of the user may import torch, which takes seconds: they are loaded while Ray starts.
-    with ray_session(
-        config.cluster, actors, partial(check_classes, config, reporter.log), reporter.log
-    ):
+    with ray_session(config.cluster, actors, partial(check_classes, config), reporter.log):
         from mmray.training.ray_backend import RayBackend  # late: it imports Ray Train
 
         outcome = _train(config, timeline, RayBackend(check_storage), should_stop)
@@ -120,11 +118,8 @@ def train(
         return outcome
 
 
-def check_classes(config: Config, log: Log) -> None:
+def check_classes(config: Config) -> None:
     """Check that the classes and packages that settings name can be loaded.
-
-    Args:
-        log: Called with (message, label) for settings that only workers can check.
 
     Raises:
         UsageError: One cannot be loaded.
@@ -142,8 +137,6 @@ def check_classes(config: Config, log: Log) -> None:
         plugins.load_class(name, "train.callbacks")
     if ":" in config.model.kind:
         plugins.load_class(config.model.kind, "model.kind")
-    if validate.has_new_patterns(config):
-        validate.check_patterns(config, log)
 
 
 def _train(

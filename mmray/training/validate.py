@@ -13,19 +13,17 @@ from mmray.builtin import (
     HF_TEXT_TYPES,
     KEEP_ALL,
     KINDS,
-    POSITIONS_AFTER_PAD,
 )
 from mmray.config.data import Mixture, parse_captions
-from mmray.config.model import Lora, model_section
+from mmray.config.model import model_section
 from mmray.config.model_kinds import PAIRS, Towers, Vlm
-from mmray.config.recipes import RECIPES
 from mmray.data.store.manifest import Manifest, read_manifest, text_columns
 from mmray.data.store.row_columns import column_types
 from mmray.data.store.selection import check_where
 from mmray.data.vlm.families import find_family, read_config
 from mmray.engine.batch import resolve_batch_shape
 from mmray.engine.parallel import support
-from mmray.errors import Log, UsageError, suggest
+from mmray.errors import UsageError, suggest
 from mmray.storage.paths import to_path
 
 if TYPE_CHECKING:
@@ -221,7 +219,7 @@ def _hf_weights_reasons(
     Args:
         setting: Name of the setting that has `weights`, such as `model.text.weights`.
         supported: Values of `model_type` in config.json that are accepted.
-        model: The `model` section, for the image size.
+        model: The `model` section.
     """
     folder = Path(weights).expanduser()
     if not folder.exists():
@@ -239,22 +237,6 @@ def _hf_weights_reasons(
             f"{setting}: {weights} has a model of type `{kind}`, and model.kind {model.kind} takes "
             f"{', '.join(supported)}{advice}"
         ]
-    vision = saved.get("vision_config", saved if kind == "dinov2" else {})
-    patch = vision.get("patch_size")
-    if patch and model.inputs.image_side % patch:
-        return [
-            f"model.inputs.image_side: {weights} has patches of {patch} pixels, which do not tile "
-            f"an image of {model.inputs.image_side} pixels; use a multiple of {patch}"
-        ]
-    positions = saved.get("max_position_embeddings")
-    if setting == "model.text.weights" and positions:
-        if kind in POSITIONS_AFTER_PAD:
-            positions -= saved.get("pad_token_id", 1) + 1
-        if model.inputs.max_tokens > positions:
-            return [
-                f"model.inputs.max_tokens: {model.inputs.max_tokens} exceeds the {positions} "
-                f"positions of {weights}; reduce it"
-            ]
     return []
 
 
@@ -343,93 +325,3 @@ def evaluation_reasons(config: Config) -> list[str]:
             "set it to 0"
         ]
     return []
-
-
-def has_new_patterns(config: Config) -> bool:
-    """Return whether a config has patterns of weight names that are in no recipe, so that they must
-    be checked; False for a model class of the user.
-    """
-    known = {pattern for recipe in RECIPES.values() for pattern in _patterns(recipe())}
-    lora = config.model.lora
-    has_names = lora.rank > 0 and (lora.targets != Lora().targets or bool(lora.train))
-    has_names |= bool(config.optimizer.layer_decay)
-    return config.model.kind in KINDS and (has_names or not _patterns(config) <= known)
-
-
-def _patterns(config: Config) -> set[str]:
-    return {*config.optimizer.freeze, *config.optimizer.lr_multipliers}
-
-
-_VOCAB_SIZE = 8  # names of weights do not depend on it, and all weights have so many tokens
-
-
-def check_patterns(config: Config, log: Log) -> None:
-    """Check that the patterns in `optimizer.freeze`, `optimizer.lr_multipliers`,
-    `optimizer.layer_decay`, `model.lora.targets` and `model.lora.train` match names of weights of
-    the model.
-
-    The model is built without memory and without reading weights. If its layers are only known from
-    weights that are not on this machine, the workers check it, after they have loaded them.
-
-    Args:
-        config: Settings of a run.
-        log: Called with (message, label) if the patterns are not checked.
-
-    Raises:
-        UsageError: A pattern matches no weight, or no weight is left to train.
-    """
-    # Late: they import torch.
-    from mmray.engine.optimizer import build_optimizer, freeze_parameters
-    from mmray.models.build import build_on
-    from mmray.models.protocol import saved_layers
-
-    if getattr(config.model, "is_written_by_run", False):
-        return
-    unknown, architecture = _architecture(config.model)
-    if unknown:
-        log(
-            f"{unknown} is not on this machine; the workers load it, and check the names of "
-            "weights in optimizer.freeze, lr_multipliers, layer_decay and model.lora then",
-            "not checked",
-        )
-        return
-    model = build_on("meta", config.model, _VOCAB_SIZE, saved_layers(architecture))
-    freeze_parameters(model, config.optimizer.freeze)
-    build_optimizer(model, config.optimizer.replace(kind="adamw", settings={}))
-
-
-def _architecture(spec: Any) -> tuple[str, dict[str, Any]]:
-    """Return the weights of which the layers are not known here ("" if all are), and the layers."""
-    from mmray.models.weights import read_architecture
-
-    weights = getattr(spec, "weights", "none")
-    if weights != "none" and getattr(spec, "is_checkpoint_file", False):
-        is_here = Path(weights).expanduser().is_file()
-        return ("", read_architecture(spec)) if is_here else (weights, {})
-    if weights != "none":
-        config = _saved_config(weights)
-        layers: dict[str, Any] = {"config": config}
-        if isinstance(spec, Vlm):
-            layers["unused"] = []
-        return ("", layers) if config else (weights, {})
-    configs = {}
-    for part, weights in spec.part_weights().items():
-        if part in ("text", "image") and weights != "none":
-            configs[part] = _saved_config(weights)
-            if configs[part] is None:
-                return weights, {}
-    return "", configs
-
-
-def _saved_config(weights: str) -> dict[str, Any] | None:
-    """Return config.json of a folder of transformers, or of a name in the cache of the hub; of a
-    whole Omni model that of its thinker.
-    """
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(Path(weights).expanduser(), local_files_only=True)
-    except (OSError, ValueError, ImportError):
-        return None
-    saved: dict[str, Any] = getattr(config, "thinker_config", config).to_dict()
-    return saved

@@ -173,12 +173,12 @@ def measure(
     config = with_written_weights(config)
     work = partial(_measure_in_worker, global_batch_sizes=global_batch_sizes)
     if not needs_ray(config.cluster):
-        check_classes(config, reporter.log)
+        check_classes(config)
         return measure_in_worker(work, with_default_vocab(config), on_message)
     with ray_session(config.cluster, log=reporter.log):
         from mmray.training.ray_backend import RayBackend, run_group  # imports Ray Train
 
-        check_classes(config, reporter.log)
+        check_classes(config)
         backend = RayBackend()
         backend.check(config, reporter)
         config = with_default_vocab(backend.resolve(config))

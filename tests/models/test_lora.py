@@ -125,7 +125,7 @@ def test_invalid_setting_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"pip install \"mmray\[lora\]\""):
         build(spec.model_copy(update={"lora": ADAPTERS}), VOCAB)
     with pytest.raises(UsageError, match=r"model.lora.rank: needs peft"):
-        check_classes(Config(model=spec.model_copy(update={"lora": ADAPTERS})), print)
+        check_classes(Config(model=spec.model_copy(update={"lora": ADAPTERS})))
 
 
 @pytest.fixture(scope="module")
