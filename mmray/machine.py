@@ -12,7 +12,6 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -36,23 +35,6 @@ def cores() -> int:
 def free_memory() -> int:
     """Return the free memory of the host in bytes, limited by the memory limits of the cgroups."""
     return int(max(0, min([psutil.virtual_memory().available, *_free_bytes()])))
-
-
-def process_memory() -> dict[int, int] | None:
-    """Return the memory of this process and of each of its descendants.
-
-    Returns:
-        PID -> PSS in bytes; None if the system does not measure PSS (proportional set size). PSS
-        divides a shared page among the processes that map it, so the sum counts each page once.
-    """
-    sizes = {}
-    own = psutil.Process()
-    for process in (own, *own.children(recursive=True)):
-        with suppress(psutil.Error, OSError):  # it has ended, or is another user's
-            if (size := getattr(process.memory_full_info(), "pss", None)) is None:
-                return None
-            sizes[process.pid] = size
-    return sizes
 
 
 def keep_freed_memory() -> bool:

@@ -45,8 +45,8 @@ class Run:
         checkpoint was evaluated). Of these a failed run has only `status`, and `error`, the reason;
         a stopped one that could not save a last checkpoint has only `status` and `steps`.
         All have `restarts`, `resizes`, `preemptions`, `wasted_steps` and `elapsed_s` (sums over all
-        commands), `batch` (the shape as text), `starts` (for each start its stages as {"stage",
-        "at_s"}) and `all_processes_peak_gib` (memory; None: not measured).
+        commands), `batch` (the shape as text) and `starts` (for each start its stages as {"stage",
+        "at_s"}).
         """
         return RunRecord(self.path).result
 

@@ -15,7 +15,6 @@ FIGURES = (
     "2,560 samples/s",
     "data wait 3%",
     "worker peak 0.45 GiB",
-    "all processes 1.50 GiB",
 )
 
 
@@ -25,7 +24,6 @@ def line(step):
         "time/data_wait_share": 0.031,
         "memory/peak_gib": 0.45,
     }
-    measured["memory/all_processes_peak_gib"] = 1.5
     return {"step": step, "train/loss": 1.2341} | measured
 
 

@@ -4,10 +4,8 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from mmray import machine
@@ -64,36 +62,6 @@ def test_cgroup_limits_are_reported(host, files, cores, gib):
 def test_cpu_affinity_limits_cores(host, monkeypatch):
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {3, 5, 7})
     assert machine.cores() == 3
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs the PSS of Linux")
-def test_process_memory_counts_shared_pages_once():
-    """A child of a child with 32 MiB, which a fork shares."""
-    fork = (
-        "import os, time; block = os.urandom(2**25); os.fork(); print(flush=True); time.sleep(60)"
-    )
-    command = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {fork!r}])"
-    with subprocess.Popen(
-        [sys.executable, "-c", command], stdout=subprocess.PIPE, process_group=0
-    ) as child:
-        try:
-            child.stdout.readline(), child.stdout.readline()
-            sizes = machine.process_memory()
-            started = [
-                child.pid,
-                *(each.pid for each in psutil.Process(child.pid).children(recursive=True)),
-            ]
-        finally:
-            os.killpg(child.pid, 9)
-    assert os.getpid() in sizes and len(started) == 3
-    assert 32 * 2**20 < sum(sizes[pid] for pid in started) < 62 * 2**20
-
-
-def test_process_memory_is_unknown_without_pss(monkeypatch):
-    monkeypatch.setattr(
-        machine.psutil.Process, "memory_full_info", lambda self: SimpleNamespace(uss=1)
-    )
-    assert machine.process_memory() is None
 
 
 def test_process_age_includes_the_start_of_python():

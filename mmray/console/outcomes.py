@@ -48,8 +48,6 @@ def log_outcome(outcome: RunOutcome, reporter: RunReporter) -> None:
         return
     if count := result["restarts"]:
         text += f", {count} restart{'s' * (count > 1)} ({result['wasted_steps']} steps repeated)"
-    if peak_gib := result.get("all_processes_peak_gib"):
-        text += f", at most {peak_gib:.2f} GiB of memory in all processes"
     reporter.log(text, "finished")
 
 

@@ -35,9 +35,8 @@ class Coordinator:
             message: One of: a line of metrics (with `step`); {"stage": title} of the start;
                 {"phase": title} of long work between two steps; {"note": text, "label": word}, a
                 line for the console; {"batch_shape": BatchShape} of the dry run; {"checkpoint_s":
-                seconds of a save}; {"wasted_steps": number of steps that are taken again};
-                {"bad_rows": number of unreadable rows so far}; or, of an evaluation, {"rows":
-                number of rows of a batch}.
+                seconds of a save}; {"wasted_steps": number of steps that are taken again}; or, of
+                an evaluation, {"rows": number of rows of a batch}.
         """
         self._messages.append(message)
 
@@ -80,7 +79,6 @@ class Coordinator:
         if row in self._bad_rows:
             return 0
         self._bad_rows.add(row)
-        self.push({"bad_rows": len(self._bad_rows)})
         return len(self._bad_rows)
 
     def call(self, message: tuple[str, Any]) -> Any:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from mmray.config import Config
 from mmray.engine.worker_context import TRAINING
 from mmray.errors import ForceExit, Log, ResourceError
-from mmray.machine import process_memory
 from mmray.training import RunReporter
 from mmray.training.coordinator import Updates
 
@@ -32,9 +31,6 @@ WASTED_STEPS = "wasted_steps"
 CHECKPOINT_S = "checkpoint_s"
 CHECK_INTERVAL_S = 1.0
 CAPACITY_INTERVAL_S = 5.0
-# The memory of the processes is sampled this often, in at most this share of the time.
-MEMORY_INTERVAL_S = 3.0
-MEMORY_COST_FRACTION = 0.01
 CAPACITY_POLLS = 2  # polls in a row before a resize; four times as many after each failed one
 STACKS_WAIT_S = 3.0  # time for all ranks to write their stacks: a heartbeat comes each second
 # From the driver's request to the ranks' agreement, in addition to a step.
@@ -150,12 +146,6 @@ class Workers(Protocol):
         wait for rows.
         """
 
-    def export_metrics(self, metrics: dict[str, Any]) -> None:
-        """Export a logged line of metrics, with the totals `run/restarts` and `run/bad_rows`, to
-        Ray's metrics, if the workers run on Ray.
-        """
-        return
-
     def close(self) -> None:
         """Release the processes and actors of the workers."""
 
@@ -265,7 +255,6 @@ class RunProgress:
         wasted_steps: Steps that were taken again after restarts.
         step_s: Newest seconds of a step; 0: unknown.
         checkpoint_s: Newest seconds of a save; 0: unknown.
-        all_processes_peak_gib: Largest sum of the memory of the run's processes in GiB; 0: unknown.
     """
 
     last_step: int = 0
@@ -273,16 +262,12 @@ class RunProgress:
     wasted_steps: int = 0
     step_s: float = 0.0
     checkpoint_s: float = 0.0
-    bad_rows: int = 0
-    restarts: int = 0
-    all_processes_peak_gib: float = 0.0
 
     def update(self, message: dict[str, Any]) -> None:
         """Store the values that a message of a worker reports (`Coordinator.push` lists them)."""
         self.wasted_steps += message.get(WASTED_STEPS, 0)
         self.step_s = message.get("time/step_s", self.step_s)
         self.checkpoint_s = message.get(CHECKPOINT_S, self.checkpoint_s)
-        self.bad_rows = message.get("bad_rows", self.bad_rows)
         if "step" in message:
             self.last_step = message["step"]
             self.logged = True
@@ -325,7 +310,6 @@ class AttemptMonitor:
     _next_check_s: float = 0.0
     _data_wait_logs: int = 0  # lines logged about the present wait
     _next_capacity_s: float = 0.0
-    _next_memory_s: float = 0.0
     _capacity_polls: int = 0
     _signalled: bool = False
 
@@ -355,8 +339,6 @@ class AttemptMonitor:
         if not self.started and self.workers.waits_for_resources(self.reporter.log):
             self._start_s = now_s
         self._check_start(now_s)
-        if self.heartbeats and now_s >= self._next_memory_s:
-            self._sample_memory(now_s)
         try:
             if self.stop_reason != "user" and self.should_stop():
                 self.stop_reason = None  # overrides a resize or a preemption
@@ -416,22 +398,7 @@ class AttemptMonitor:
             if "note" in message:  # a console line, of DriverHandle.notify
                 self.reporter.log(message["note"], message["label"])
             if "step" in message:  # a logged line of metrics
-                peak_gib = self.progress.all_processes_peak_gib
-                memory = {"memory/all_processes_peak_gib": peak_gib} if peak_gib else {}
-                self.reporter.step(message | memory, self.total_steps)
-                totals = {"run/restarts": self.progress.restarts}
-                totals |= {"run/bad_rows": self.progress.bad_rows}
-                self.workers.export_metrics(message | totals)
-
-    def _sample_memory(self, now_s: float) -> None:
-        """Measure the memory of all processes of the run, if the driver started them all."""
-        sizes = process_memory()
-        self._next_memory_s = now_s + max(
-            MEMORY_INTERVAL_S, (time.monotonic() - now_s) / MEMORY_COST_FRACTION
-        )
-        if sizes is not None and all(record.pid in sizes for record in self.heartbeats):
-            gib = sum(sizes.values()) / 2**30
-            self.progress.all_processes_peak_gib = max(self.progress.all_processes_peak_gib, gib)
+                self.reporter.step(message, self.total_steps)
 
     def _check_start(self, now_s: float) -> None:
         """Raise ResourceError if a worker sends no first heartbeat: Ray would wait for its import

@@ -55,7 +55,6 @@ from mmray.training.ray_trainer import (
     torch_trainer,
     train_loop_per_worker,
 )
-from mmray.training.trackers import RayMetrics
 
 if TYPE_CHECKING:
     from mmray.training import RunReporter
@@ -97,7 +96,6 @@ class RayBackend:
         # The nodes when the number of workers was last chosen.
         self._nodes: placement.SchedulableNodes | None = None
         self._excluded: frozenset[str] = frozenset()  # IDs of nodes on which a device failed
-        self._metrics: RayMetrics | None = None  # the same for all attempts of the run
 
     def check(self, config: Config, reporter: RunReporter) -> None:
         if warning := version_warning():
@@ -183,8 +181,6 @@ class RayBackend:
 
     def start(self, attempt: Attempt) -> RayWorkers:
         assert self._nodes is not None, "choose_world_size comes before"
-        if self._metrics is None:
-            self._metrics = RayMetrics(name_in_views(attempt.folder))
         config = attempt.resolved.config
         # As for the largest group: a smaller one needs no more CPUs for each worker.
         demand = replace(
@@ -211,7 +207,6 @@ class RayBackend:
             bad_rows=attempt.bad_rows,
             excluded=self._excluded,
             autoscaler=self.autoscaler,
-            metrics=self._metrics,
         )
 
     def exclude_node(self, config: Config, node: str) -> bool:
@@ -259,7 +254,6 @@ class RayWorkers(Workers):
         bad_rows: Numbers of the rows that earlier attempts could not read.
         excluded: IDs of nodes on which a device failed.
         autoscaler: The request for nodes.
-        metrics: The run's metrics in Ray.
     """
 
     loop: Callable[[dict[str, Any]], Any]
@@ -272,7 +266,6 @@ class RayWorkers(Workers):
     bad_rows: set[int] = field(default_factory=set)
     excluded: frozenset[str] = frozenset()
     autoscaler: placement.AutoscalerRequest = field(default_factory=new_request)
-    metrics: RayMetrics | None = None
     _coordinator: Any = None
     _stop_requested: bool = False  # before the coordinator was started
     _wait: ResourceWait | None = None
@@ -355,10 +348,6 @@ class RayWorkers(Workers):
     def describe_data(self) -> str:
         return f"decode actors: {format_counts(placement.actor_states('DecodeActor'))}"
 
-    def export_metrics(self, metrics: dict[str, Any]) -> None:
-        if self.metrics is not None:
-            self.metrics.update(metrics)
-
     def close(self) -> None:
         if self._group is not None:
             ray.util.remove_placement_group(self._group)
@@ -422,7 +411,7 @@ def _measure_in_worker(arguments: dict[str, Any]) -> Any:
 
 
 def name_in_views(folder: AnyPath) -> str:
-    """Return the name of a run in Ray's dashboard and metrics: of its folder, and of a trial of a
+    """Return the name of a run in Ray's dashboard: of its folder, and of a trial of a
     sweep (SWEEP/trials/t001) `SWEEP-t001`.
     """
     if folder.parent.name == "trials":

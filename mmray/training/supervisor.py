@@ -286,7 +286,6 @@ class Supervisor:
         A storage that fails between two attempts is waited for.
         """
         self.attempts += 1
-        self.progress.restarts = self.attempts - 1
         try:
             if self.attempts == 1:
                 return self._read_checkpoint()
@@ -435,11 +434,7 @@ class Supervisor:
             "elapsed_s": time.monotonic() - self.start_s,
         }
         totals = {name: value + self.earlier.get(name, 0) for name, value in totals.items()}
-        peak_gib = max(
-            self.progress.all_processes_peak_gib, self.earlier.get("all_processes_peak_gib") or 0.0
-        )
         result = outcome | totals | {"batch": str(self.resolved.batch_shape), "starts": self.starts}
-        result |= {"all_processes_peak_gib": peak_gib or None}
         self.run.write_json("result.json", result)
         return result
 

@@ -16,19 +16,14 @@ import tempfile
 import threading
 import time
 import uuid
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mmray import plugins
 from mmray.config import flatten
-from mmray.engine.metrics.table import METRICS
 from mmray.errors import ForceExit, UsageError, first_line
-from mmray.evaluation import EXAMPLES
-from mmray.evaluation.shown_images import ShownImage, shown_images
-from mmray.report.run import read_json
 from mmray.storage.paths import AnyPath, write_atomic
 from mmray.training.run_dir import redact, redact_text
 
@@ -40,7 +35,6 @@ BUILT_IN = {
     "mlflow": "mmray.training.trackers:MlflowTracker",
     "wandb": "mmray.training.trackers:WandbTracker",
 }
-Entry = dict[str, float] | list[ShownImage]  # values of a step by name, or images
 MAX_WAIT_S = 30.0  # wait at the end of a run, for all trackers together
 
 
@@ -69,15 +63,6 @@ class Tracker(Protocol):
         Args:
             step: Number of the step, higher than in the call before.
             metrics: The finite values of a line of metrics.jsonl by name, such as `train/loss`.
-        """
-
-    def log_images(self, step: int, images: Sequence[ShownImage]) -> None:
-        """Log hits, misses or generated answers of an evaluation, with their images. Optional.
-
-        Args:
-            step: Number of the evaluated step; later steps may have been logged already.
-            images: At most 24, each with `title` (str, such as `image_to_text/hit`), `caption`
-                (str) and `image` (a PIL image in RGB).
         """
 
     def finish(self, success: bool) -> None:
@@ -132,8 +117,6 @@ class TrackingReporter:
         self.phase = reporter.phase
         self.prepare_progress = reporter.prepare_progress
         self.run_status = "failed"  # the driver replaces it when the run has ended
-        self._examples = folder / EXAMPLES
-        self._awaited_step: int | None = None  # an evaluated step whose examples are not sent yet
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
         """Send the finite numbers of a line of metrics to the trackers, without waiting, and pass
@@ -146,25 +129,8 @@ class TrackingReporter:
         }
         for thread in self.threads:
             thread.put(metrics["step"], numbers)
-        self._send_images()
-        if any(name.startswith("evaluate/") for name in metrics):
-            self._awaited_step = metrics["step"]
-            self._send_images()
         self._log_warnings()
         self.reporter.step(metrics, total_steps)
-
-    def _send_images(self) -> None:
-        """Send the images of the last evaluated step, once its worker has written them."""
-        if self._awaited_step is None or not self.threads:
-            return
-        examples = read_json(self._examples)
-        if examples.get("step") != self._awaited_step:
-            return
-        self._awaited_step = None
-        images = shown_images(examples)
-        for thread in self.threads:
-            if images:
-                thread.put(examples["step"], images)
 
     def __enter__(self) -> TrackingReporter:
         return self
@@ -174,7 +140,6 @@ class TrackingReporter:
         wait_s = 0.0 if kind is ForceExit else MAX_WAIT_S
         deadline_s = time.monotonic() + wait_s
         success = self.run_status in ("finished", "stopped") or kind is KeyboardInterrupt
-        self._send_images()
         for thread in self.threads:
             thread.end(success)
         for thread in self.threads:
@@ -215,13 +180,13 @@ class TrackerThread(threading.Thread):
         self._spec = BUILT_IN.get(tracker, tracker)
         self._file = folder / f"tracker-{tracker.replace(':', '.')}.json"
         # The last item is whether the run succeeded.
-        self._queue: queue.SimpleQueue[tuple[int, Entry] | bool] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, dict[str, float]] | bool] = queue.SimpleQueue()
         self.start()
 
-    def put(self, step: int, entry: Entry) -> None:
-        """Queue a line of metrics, or images, unless the tracker could not start."""
+    def put(self, step: int, metrics: dict[str, float]) -> None:
+        """Queue the metrics of a step, unless the tracker could not start."""
         if self.is_alive():
-            self._queue.put((step, entry))
+            self._queue.put((step, metrics))
 
     def end(self, success: bool) -> None:
         """Finish the tracker after the queued lines, without waiting for it."""
@@ -245,23 +210,18 @@ class TrackerThread(threading.Thread):
         except (Exception, SystemExit) as error:  # noqa: BLE001
             self._warn("could not start, so nothing of this run is sent", error)
             return
-        logged_before = last_step
         while not isinstance(item := self._queue.get(), bool):
-            step, entry = item
-            is_line = isinstance(entry, dict)
-            if step <= (last_step if is_line else logged_before):  # logged before a restart
+            step, metrics = item
+            if step <= last_step:  # logged before a restart
                 continue
             try:
-                if isinstance(entry, dict):
-                    tracker.log(step, entry)
-                elif hasattr(tracker, "log_images"):  # a user's may lack it
-                    tracker.log_images(step, entry)
+                tracker.log(step, metrics)
             except (Exception, SystemExit) as error:  # noqa: BLE001
                 if not has_failed:
                     self._warn(f"did not accept step {step}", error)
                 has_failed = True
                 continue
-            last_step = max(step, last_step)
+            last_step = step
             with suppress(OSError):  # a resumed run then sends some steps twice
                 write_atomic(self._file, json.dumps({"id": run_id, "last_step": last_step}) + "\n")
         try:
@@ -311,21 +271,10 @@ class WandbTracker:
                 console="off", silent=True, save_code=False, x_save_requirements=False, **private
             ),
         )
-        self._last_step = 0
         return run_id
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)
-        self._last_step = step
-
-    def log_images(self, step: int, images: Sequence[ShownImage]) -> None:
-        import wandb
-
-        by_title: dict[str, list[Any]] = defaultdict(list)
-        for title, caption, image in images:
-            by_title[f"examples/{title}"].append(wandb.Image(image, caption=caption))
-        # W&B drops steps that are lower than the last one.
-        self._run.log({**by_title, "examples/step": step}, step=max(step, self._last_step))
 
     def finish(self, success: bool) -> None:
         self._run.finish(exit_code=0 if success else 1)
@@ -376,56 +325,5 @@ class MlflowTracker:
             self._run_id, [Metric(name, value, now_ms, step) for name, value in metrics.items()]
         )
 
-    def log_images(self, step: int, images: Sequence[ShownImage]) -> None:
-        lines = []
-        for number, (title, caption, image) in enumerate(images):
-            key = f"examples/{title}/{number}"
-            self._client.log_image(self._run_id, image, key=key, step=step, synchronous=True)
-            lines.append(f"{key}: {caption}\n")
-        self._client.log_text(self._run_id, "".join(lines), f"examples/step-{step}.txt")
-
     def finish(self, success: bool) -> None:
         self._client.set_terminated(self._run_id, "FINISHED" if success else "FAILED")
-
-
-# Ray's metrics by name; jobs/deploy/grafana/mmray_dashboard.json shows these and the gauges of
-# METRICS. Ray adds the prefix `ray_`, and to counters the suffix `_total`.
-COUNTERS = {
-    "run/restarts": ("mmray_restarts", "Restarts of the workers."),
-    "run/bad_rows": ("mmray_quarantined_rows", "Rows that training could not read."),
-}
-
-
-class RayMetrics:
-    """Metrics of one run in Ray's metrics, which Prometheus scrapes from each node of the cluster.
-
-    Args:
-        run: Name of the run, the label `run`.
-    """
-
-    def __init__(self, run: str) -> None:
-        from ray.util.metrics import Counter, Gauge  # late: runs without Ray have trackers, too
-
-        self._label = {"run": run}
-        self._gauges = {
-            key: Gauge(info.gauge, info.meaning, tag_keys=("run",))
-            for key, info in METRICS.items()
-            if info.gauge
-        }
-        self._counters = {
-            key: Counter(name, text, tag_keys=("run",)) for key, (name, text) in COUNTERS.items()
-        }
-        self._counted = dict.fromkeys(COUNTERS, 0)
-
-    def update(self, metrics: dict[str, Any]) -> None:
-        """Export a line of metrics: the values with a gauge in METRICS, and the totals
-        `run/restarts` and `run/bad_rows`.
-        """
-        for key, gauge in self._gauges.items():
-            if metrics.get(key) is not None:
-                gauge.set(float(metrics[key]), self._label)
-        for key, counter in self._counters.items():
-            new = metrics.get(key, 0) - self._counted[key]
-            if new > 0:
-                counter.inc(new, self._label)
-                self._counted[key] += new

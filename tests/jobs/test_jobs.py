@@ -23,9 +23,7 @@ from mmray.cluster import jobs
 from mmray.cluster.jobs import check_upload_size, files_to_upload
 from mmray.config import to_yaml
 from mmray.console.reporter import ConsoleReporter
-from mmray.engine.metrics.table import METRICS
 from mmray.errors import INTERRUPTED, UsageError
-from mmray.training.trackers import COUNTERS
 from tests.jobs.test_lines import submit_line
 from tests.nodes import free_ports, ray_head
 from tests.polling import wait_until
@@ -39,14 +37,13 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
     """A separate head: its `url` for jobs, and the `env` of commands."""
-    port, dashboard, agent, metrics = free_ports(4)
+    port, dashboard, agent = free_ports(3)
     url, path = (
         f"http://127.0.0.1:{dashboard}",
         f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     )
     env = os.environ | {"RAY_AUTH_MODE": "disabled", "PATH": path, "RAY_API_SERVER_ADDRESS": url}
     env["RAY_JOB_STOP_WAIT_TIME_S"] = "120"
-    env["RAY_metrics_report_interval_ms"] = "500"
     # jobs ship the repository: they must import the shipped copy
     for name in ("PYTHONPATH", "RAY_ADDRESS", "RAY_TRAIN_ENABLE_STATE_TRACKING"):
         env.pop(name, None)
@@ -56,7 +53,6 @@ def head(tmp_path_factory):
         f"--dashboard-port={dashboard}",
     ]
     options += [f"--dashboard-agent-listen-port={agent}", "--num-cpus=6"]
-    options.append(f"--metrics-export-port={metrics}")
 
     def is_ready():
         try:
@@ -66,9 +62,7 @@ def head(tmp_path_factory):
         return True
 
     with ray_head(tmp_path_factory.mktemp("head"), port, options, env, is_ready):
-        yield SimpleNamespace(
-            url=url, env=env, metrics=f"http://127.0.0.1:{metrics}/metrics", port=port
-        )
+        yield SimpleNamespace(url=url, env=env, port=port)
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +182,7 @@ def test_stopped_training_cleans_up_and_same_command_resumes(
     head, client, data, tmp_path, monkeypatch, capsys
 ):
     """Ctrl-C in `mmray submit` and `ray job stop` write a checkpoint. Before, the run is listed,
-    its metrics are scraped, and the prints of its workers are in the log with their ranks, once
+    and the prints of its workers are in the log with their ranks, once
     each, although the connection is lost meanwhile.
     """
     monkeypatch.chdir(ROOT)
@@ -207,7 +201,6 @@ def test_stopped_training_cleans_up_and_same_command_resumes(
                 connection.lose()
             if connection.num_refused == 2:
                 seen["jobs"] = jobs.list_jobs(client)
-                seen["metrics"] = scrape(head)
                 seen["torch"] = processes_with_torch(head)
                 seen["runs"] = train_runs(head)
                 connection.num_refused += 1
@@ -226,7 +219,6 @@ def test_stopped_training_cleans_up_and_same_command_resumes(
     (job,) = [each for each in seen["jobs"] if each["name"] == first]
     assert (job["status"], job["run"]) == ("running", str(tmp_path / "run"))
     assert job["command"] == f"mmray train {recipe}"
-    assert seen["metrics"] == dict.fromkeys(CPU_METRICS, "run")
     assert seen["torch"] == {"ray::TrainController.run": False, "ray::TrainStateActor": False}
     assert "run-attempt-1" in seen["runs"]
     assert left_behind(head) == []
@@ -326,25 +318,6 @@ def stop_job(head, job_id):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# Gauges of a run on CPUs, which has no restart and no row that cannot be read.
-GAUGES = {f"ray_{info.gauge}" for info in METRICS.values() if info.gauge}
-CPU_METRICS = {name for name in GAUGES if "gpu" not in name and "mfu" not in name}
-
-
-def scrape(head, within_s=5):
-    """The label `run` of each metric of mmray on the node, by name, once all are exported."""
-    until = time.monotonic() + within_s
-    while True:
-        with urllib.request.urlopen(head.metrics, timeout=5) as answer:
-            text = answer.read().decode()
-        found = {}
-        for name, labels in re.findall(r"^(ray_mmray_\w+)\{(.*)\}", text, re.M):
-            found[name] = re.search(r'\brun="([^"]*)"', labels)[1]
-        if found.keys() >= CPU_METRICS or time.monotonic() > until:
-            return found
-        time.sleep(0.5)
-
-
 def train_runs(head):
     """Names on the page Train of the dashboard."""
     with urllib.request.urlopen(f"{head.url}/api/train/v2/runs/v1", timeout=10) as answer:
@@ -364,12 +337,6 @@ def processes_with_torch(head):
             ):
                 found[name] = any("libtorch" in each.path for each in process.memory_maps())
     return found
-
-
-def test_dashboard_shows_each_metric():
-    text = (ROOT / "jobs" / "deploy" / "grafana" / "mmray_dashboard.json").read_text()
-    shown = set(re.findall(r"ray_mmray_\w+", text))
-    assert shown == GAUGES | {f"ray_{name}_total" for name, _ in COUNTERS.values()}
 
 
 def own_actors(head):

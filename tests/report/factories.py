@@ -159,7 +159,6 @@ def make_whole_run(folder):
     )
     stages = {"importing": 0.0, "starting 1 worker": 1.5, "first step": 4.0, "training": 9.0}
     result["starts"] = [[{"stage": stage, "at_s": at_s} for stage, at_s in stages.items()]]
-    result["all_processes_peak_gib"] = 1.75
     return make_run(folder, lines, result, examples())
 
 

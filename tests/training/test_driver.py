@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mmray.training.driver import train
-from tests.training.runs import STEPS, Silent, config, lines, make_data, marks
+from tests.training.runs import STEPS, Silent, config, make_data, marks
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +63,6 @@ def test_run_writes_its_files_and_metrics(unkilled):
         "first step",
     ]
     assert [each["stage"] for each in result["starts"][0]] == [*on_driver, *on_worker, "training"]
-    assert result["all_processes_peak_gib"] > max(
-        line["memory/peak_gib"] for line in lines(outcome.path)
-    )
     # of the tracker
     metrics = [json.loads(line) for line in (outcome.path / "kept.jsonl").read_text().splitlines()]
     assert [each["step"] for each in metrics if "step" in each] == listener.steps and metrics[

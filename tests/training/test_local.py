@@ -127,7 +127,7 @@ def test_run_whose_command_died_after_the_last_checkpoint_finishes_with_equal_re
     (tmp_path / "run" / "result.json").unlink()
     reporter = Silent()
     done = driver.train(one_worker(data, tmp_path, "run"), reporter)
-    different = ("elapsed_s", "starts", "all_processes_peak_gib")
+    different = ("elapsed_s", "starts")
     assert all(
         done.result[name] == value for name, value in calm.result.items() if name not in different
     )
@@ -270,9 +270,6 @@ def test_run_replaces_killed_data_process_and_resumes_after_stop_with_equal_weig
     assert stopped.result["status"] == "stopped" and 5 <= stopped.result["steps"] < STEPS
     assert stopped.result["restarts"] == 0
     assert any("data process died" in text for text in notes(reporter, "data"))
-    worker_peak_gib = max(line["memory/peak_gib"] for line in lines(stopped.path))
-    # of the driver, the worker and its data process
-    assert stopped.result["all_processes_peak_gib"] > worker_peak_gib
     reporter = Silent()
     done = driver.train(one_worker(data, tmp_path, "run"), reporter)
     assert done.result["status"] == "finished" and notes(reporter, "resume")

@@ -2,7 +2,6 @@
 runs.
 """
 
-import os
 import re
 import threading
 from dataclasses import replace
@@ -255,8 +254,6 @@ class FakeWorkers:
             self.coordinator.push(message)
         self.coordinator.heartbeat(vars(replace(beat(0), pid=pid)) | {"where": "loop.py:1 in run"})
 
-    def export_metrics(self, metrics): ...
-
     def share_resources(self):
         pass
 
@@ -302,20 +299,3 @@ def test_caller_stops_the_attempt_as_ctrl_c_does():
         monitor._next_check_s = 0.0
         monitor.poll()
     assert (monitor.stop_reason, requests) == ("user", ["stop"])
-
-
-@pytest.mark.parametrize("is_child", [True, False])
-def test_memory_of_all_processes_is_measured_if_the_driver_started_them(monkeypatch, is_child):
-    monkeypatch.setattr(
-        "mmray.training.monitor.process_memory", lambda: {os.getpid(): 2**30, 4711: 2**29}
-    )
-    seen = []
-    reporter = Silent()
-    reporter.step = lambda metrics, total: seen.append(metrics)
-    workers = FakeWorkers(4711 if is_child else 9, {"step": 1, "memory/peak_gib": 0.25})
-    monitor = monitored(workers, reporter)
-    monitor.poll()
-    workers.coordinator.push({"step": 2, "memory/peak_gib": 0.25})
-    monitor.poll()
-    assert monitor.progress.all_processes_peak_gib == (1.5 if is_child else 0.0)
-    assert seen[1].get("memory/all_processes_peak_gib") == (1.5 if is_child else None)

@@ -7,13 +7,10 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mmray.config import Config, Data, Run
-from mmray.data.images.transform import thumbnail
 from mmray.errors import UsageError
-from mmray.evaluation.shown_images import shown_images
 from mmray.training import trackers
 from mmray.training.run_dir import redact, redact_text
 from tests.polling import wait_until
@@ -72,35 +69,6 @@ def test_tracker_receives_run_and_its_resume_without_duplicate_steps(tmp_path: P
     assert [line["finish"] for line in lines if "finish" in line] == [False, True]
     about = lines[0]["about"]
     assert (about["name"], about["config"]["batch"]["global"]) == (tmp_path.name, None)
-
-
-def answers_of(step: int) -> str:
-    """The content of examples.json with a hit of step `step` and a wrong answer."""
-    image = thumbnail(np.full((6, 8, 3), 90, dtype=np.uint8))
-    hit = {"row": 3, "caption": "a red square", "rank": 1, "answers": []}
-    turns = [{"role": "user", "parts": [{"image": image}, {"text": "What color?"}]}]
-    wrong = {"turns": turns, "references": ["red"], "answer": "blue", "correct": False}
-    examples = {"step": step, "image_to_text": [hit], "images": {"3": image}, "answers": [wrong]}
-    return json.dumps(examples)
-
-
-def test_images_of_an_evaluation_are_sent_once(tmp_path: Path) -> None:
-    """Also if the worker writes them after its line, and once over a resume."""
-    reporter = Silent()
-    evaluated = metrics_of(1) | {"evaluate/loss": 1.0}
-    for _ in range(2):
-        with trackers.TrackingReporter(config_of("Keeping"), tmp_path, reporter) as tracked:
-            tracked.step(evaluated, STEPS)
-            tracked.step(metrics_of(2), STEPS)
-            (tmp_path / "examples.json").write_text(answers_of(1))
-    sent = [line for line in kept(tmp_path) if "images of step" in line]
-    assert sent == [{"images of step": 1, "titles": ["image_to_text/hit", "answers/wrong"]}]
-
-
-def test_shown_images_have_captions() -> None:
-    hit, answer = shown_images(json.loads(answers_of(1)))
-    assert (hit.caption, hit.image.size) == ("a red square (rank 1)", (8, 6))
-    assert answer.caption == "What color? -> blue (correct: red)"
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,6 @@ class Keeping:
     def log(self, step, metrics):
         self._keep({"step": step, "metrics": metrics})
 
-    def log_images(self, step, images):
-        self._keep({"images of step": step, "titles": [title for title, _, _ in images]})
-
     def finish(self, success):
         self._keep({"finish": success})
 

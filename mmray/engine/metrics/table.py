@@ -1,5 +1,5 @@
 """Every metric of a line of metrics.jsonl: its meaning, its reduction over ranks, and where the
-console, the report and Ray's metrics show it.
+console and the report show it.
 
 Names are `area/name_unit`. Other names are allowed, such as those of a callback: their mean over
 the ranks is logged, and each has a chart in the report.
@@ -22,7 +22,6 @@ class MetricInfo:
         line: Its name in the legend of this chart.
         console: Format of its value in the line of a step, with `value` and `compact` (about three
             significant digits); "" if the line does not have it.
-        gauge: Name in Ray's metrics, which adds the prefix `ray_`; "" if it is not there.
     """
 
     meaning: str
@@ -30,14 +29,13 @@ class MetricInfo:
     chart: str = ""
     line: str = ""
     console: str = ""
-    gauge: str = ""
 
 
 LOSS_CHART = "Loss"
 _STEP_CHART = "Where a step's time goes"
 
 METRICS = {
-    "step": MetricInfo("Number of the last logged step.", gauge="mmray_step"),
+    "step": MetricInfo("Number of the last logged step."),
     "epoch": MetricInfo("Epoch of the first row of the step, from 0."),
     "rows_start": MetricInfo("First position of the step in the sample order."),
     "rows_stop": MetricInfo("Position after the last one of the step."),
@@ -47,7 +45,6 @@ METRICS = {
         chart=LOSS_CHART,
         line="training",
         console="loss {value:.3f}",
-        gauge="mmray_loss",
     ),
     "train/lr": MetricInfo("Learning rate.", chart="Learning rate", line="rate"),
     "train/grad_norm": MetricInfo(
@@ -65,7 +62,6 @@ METRICS = {
         chart="Samples per second",
         line="samples/s",
         console="{compact} samples/s",
-        gauge="mmray_samples_per_s",
     ),
     "throughput/tokens_per_s": MetricInfo("Tokens trained per second, all workers."),
     "throughput/tflops_per_device": MetricInfo(
@@ -73,7 +69,6 @@ METRICS = {
     ),
     "throughput/mfu": MetricInfo(
         "Fraction of the peak FLOPS of the GPUs, 0 to 1; NaN for an unknown GPU.",
-        gauge="mmray_mfu",
     ),
     "time/wall_s": MetricInfo(
         "Since the last line or the first step: steps, checkpoint, log, callbacks, evaluate."
@@ -94,7 +89,6 @@ METRICS = {
     "time/data_wait_share": MetricInfo(
         "Fraction of time waiting for data, 0 to 1.",
         console="data wait {value:.0%}",
-        gauge="mmray_data_wait_share",
     ),
     "memory/peak_gib": MetricInfo(
         "Largest memory of a worker so far.",
@@ -102,11 +96,6 @@ METRICS = {
         chart="Peak memory of a worker",
         line="peak",
         console="worker peak {value:.2f} GiB",
-        gauge="mmray_peak_memory_gib",
-    ),
-    "memory/all_processes_peak_gib": MetricInfo(
-        "Peak memory of all processes of a local run, in the line of the console.",
-        console="all processes {value:.2f} GiB",
     ),
     "memory/parameters_gib": MetricInfo("Memory of the parameters in the dry run.", "max"),
     "memory/gradients_gib": MetricInfo("Memory of the gradients in the dry run.", "max"),
@@ -114,12 +103,8 @@ METRICS = {
     "memory/activations_gib": MetricInfo("Memory of the activations in the dry run.", "max"),
     "host/cpu_percent": MetricInfo("Load of all cores, 0 to 100."),
     "host/memory_gib": MetricInfo("Memory in use on the node.", "max"),
-    "gpu/busy_percent": MetricInfo(
-        "How busy the GPU of rank 0 is; needs nvidia-ml-py.", gauge="mmray_gpu_busy_percent"
-    ),
-    "gpu/memory_gib": MetricInfo(
-        "Memory in use on the GPU of rank 0.", "max", gauge="mmray_gpu_memory_gib"
-    ),
+    "gpu/busy_percent": MetricInfo("How busy the GPU of rank 0 is; needs nvidia-ml-py."),
+    "gpu/memory_gib": MetricInfo("Memory in use on the GPU of rank 0.", "max"),
     "compile/graphs": MetricInfo("Graphs compiled so far, with those of the dry run.", "max"),
 }
 EVALUATE = "evaluate/"  # prefix of the scores of an evaluation, which sets and tasks name
