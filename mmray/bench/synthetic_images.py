@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import io
 import json
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,29 +23,10 @@ QUALITY = 95
 # sizes.
 SPECTRUM_EXPONENT = 1.35
 CAPTIONS = "captions.jsonl"
-NUM_TIMED = 8  # images of photos_per_s
 WORDS = (
     "a the red small old two dog street tree person sits near runs under bright water bicycle "
     "and with of"
 )
-
-
-def photos_per_s(process: Callable[[bytes], object], seconds: float) -> float:
-    """Return how many JPEGs of 500 x 375 pixels a function processes per second on one core.
-
-    Args:
-        process: Called with the encoded bytes of each photo, for example to decode them; its result
-            is dropped.
-        seconds: Duration of the measurement.
-    """
-    photos = [data for data, _ in synthetic_photos(NUM_TIMED)]
-    process(photos[0])  # the first call imports and allocates
-    count = 0
-    start_s = time.monotonic()
-    while (elapsed_s := time.monotonic() - start_s) < seconds:
-        process(photos[count % NUM_TIMED])
-        count += 1
-    return count / elapsed_s
 
 
 def synthetic_photos(num: int) -> Iterator[tuple[bytes, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 from rich.text import Text
 
@@ -11,7 +10,6 @@ from mmray.cli.args import JsonFile, command, write_json
 from mmray.console.reporter import ConsoleReporter
 from mmray.errors import Finding, ResourceError
 
-DECODE_S = 1.0  # of --cluster, on each node
 ICONS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "error": ("✗", "bold red")}
 
 
@@ -55,9 +53,6 @@ def _checks(address: str | None, storage: str, cluster: bool) -> Iterator[Findin
 
     yield from run_checks(address, storage)
     if cluster:
-        from mmray.bench.synthetic_images import photos_per_s
         from mmray.cluster.node_checks import check_cluster
-        from mmray.data.images.decode import decode
 
-        decodes_per_s = partial(photos_per_s, decode, DECODE_S)
-        yield from check_cluster(address, storage, decodes_per_s)
+        yield from check_cluster(address, storage)

@@ -52,7 +52,6 @@ def run_checks(address: str | None, storage: str) -> Iterator[Finding]:
     """
     yield _check_packages()
     yield from _check_torch()
-    yield check_cpus(cores(), psutil.cpu_count() or 1, psutil.cpu_count(logical=False))
     yield check_memory(free_memory() / GIB)
     yield from measure_shm()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -71,9 +70,7 @@ def run_checks(address: str | None, storage: str) -> Iterator[Finding]:
 
 def _check_packages() -> Finding:
     versions = f"mmray {VERSION}, Ray {version('ray')}, Python {sys.version.split()[0]}"
-    pip = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
-    fix = "; ".join(line for line in pip.stdout.splitlines() if line.startswith("mmray "))
-    return warn_if(bool(fix), "packages", versions, fix)
+    return Finding("ok", "packages", versions)
 
 
 def _check_torch() -> Iterator[Finding]:
@@ -115,16 +112,6 @@ def check_gpus(listed: int, usable: list[str], visible: str | None = None) -> Fi
         return Finding("error", "GPUs", observed, fix)
     fix = f"CUDA_VISIBLE_DEVICES={visible} hides the others; unset it to use all of them"
     return Finding("warning", "GPUs", observed, fix)
-
-
-def check_cpus(usable: int, logical: int, physical: int | None) -> Finding:
-    """Report how many CPUs of this machine this process may use; always `ok`.
-
-    Args:
-        physical: Physical cores of the machine; None: unknown.
-    """
-    cores = "" if physical is None else f" on {physical} physical core{'s' * (physical > 1)}"
-    return Finding("ok", "CPUs", f"{usable} of {logical} logical CPUs{cores} can be used")
 
 
 def check_memory(available_gib: float) -> Finding:

@@ -29,30 +29,25 @@ from mmray.cluster.placement import alive_nodes, free_address, node_name, run_on
 from mmray.cluster.ray_internals import KEEPALIVE_MS, KEEPALIVE_VARIABLE
 from mmray.config import Cluster
 from mmray.errors import Finding, Level
-from mmray.machine import cores, set_network_interface
+from mmray.machine import set_network_interface
 from mmray.version import VERSION
 
 TIMEOUT_S = 120.0
 TRANSFER_MB = COLLECTIVE_MB = 64
 ROUNDS = 3
 RAY_KEEPALIVE_MS = 20_000  # Ray's default
-BUSY_FRACTION = 0.5  # share of the cores before the measurements
 # Below the first value a figure is poor, below the second it is bad.
-DECODES_PER_S = (200.0, 80.0)
 MB_PER_S = (300.0, 50.0)
 CLOCK_S = (-0.5, -5.0)  # differences, negated
 LINK_FIX = "check the network of the nodes: both sides of this link, its MTU, and its firewall"
 
 
-def check_cluster(
-    address: str | None, storage: str, decodes_per_s: Callable[[], float]
-) -> Iterator[Finding]:
+def check_cluster(address: str | None, storage: str) -> Iterator[Finding]:
     """Measure each node of a cluster, and the links between them.
 
     Args:
         address: Address of the Ray cluster; None: RAY_ADDRESS, otherwise Ray is started here.
         storage: Folder or URI for runs, `run.storage`.
-        decodes_per_s: Measures how many JPEGs a core decodes per second; called on each node.
 
     Yields:
         A Finding for each check, as soon as it is known.
@@ -65,7 +60,7 @@ def check_cluster(
         tasks = {}
         for node in nodes:
             num_gpus = int(node.resources.get("GPU", 0))
-            tasks[node.node_id] = run_on_node(node.node_id, check_node, num_gpus, decodes_per_s)
+            tasks[node.node_id] = run_on_node(node.node_id, check_node, num_gpus)
         ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=TIMEOUT_S)
         versions = {}
         for node_id, task in tasks.items():
@@ -91,17 +86,14 @@ def _last_line(error: Exception) -> str:
     return str(error).strip().splitlines()[-1]
 
 
-def check_node(gpus_of_ray: int, decodes_per_s: Callable[[], float]) -> tuple[str, list[Finding]]:
+def check_node(gpus_of_ray: int) -> tuple[str, list[Finding]]:
     """Return the versions of packages on this node, and the findings about it."""
-    busy_cores = psutil.cpu_percent(interval=0.5) / 100 * (psutil.cpu_count() or 1)
-    findings = [check_load(busy_cores, cores())]
+    findings = measure_shm()
     if gpus_of_ray:
         findings.append(_check_gpus(gpus_of_ray))
     with suppress(psutil.Error):  # of another user
         findings.append(check_keepalive(psutil.Process(os.getppid()).environ()))
-    findings += measure_shm()
     findings.append(check_disk("disk", Path(tempfile.gettempdir())))
-    findings.append(check_decoding(decodes_per_s()))
     packages = ", ".join(f"{name} {version(name)}" for name in ("ray", "torch", "pyarrow"))
     return f"mmray {VERSION}, Python {sys.version.split()[0]}, {packages}", findings
 
@@ -121,13 +113,6 @@ def check_keepalive(raylet_environment: Mapping[str, str]) -> Finding:
     return warn_if(value_ms < KEEPALIVE_MS, "connections", observed, fix)
 
 
-def check_load(busy_cores: float, num_cores: int) -> Finding:
-    """Check that other processes leave cores for the measurements."""
-    fix = "repeat when the node is idle: its rates are too low"
-    observed = f"{busy_cores:.1f} of {num_cores} cores were busy before the measurements"
-    return warn_if(busy_cores > BUSY_FRACTION * num_cores, "load", observed, fix)
-
-
 def _check_gpus(gpus_of_ray: int) -> Finding:
     try:
         import torch
@@ -138,12 +123,6 @@ def _check_gpus(gpus_of_ray: int) -> Finding:
     fix = "update the driver, or use the image for its CUDA version"
     level: Level = "error" if usable < gpus_of_ray else "ok"
     return _finding(level, "GPUs", f"torch can use {usable}, Ray counts {gpus_of_ray}", fix)
-
-
-def check_decoding(decodes_per_s: float) -> Finding:
-    """Rate the number of JPEGs of 500 x 375 pixels that a core decodes per second."""
-    fix = "use faster cores for data nodes"
-    return _rate("decoding", decodes_per_s, "JPEGs/s a core", DECODES_PER_S, fix)
 
 
 def check_clock(ahead_s: float) -> Finding:

@@ -13,8 +13,6 @@ from tests.test_cli import typed  # noqa: F401 - a fixture
 def test_import_error_of_torch_is_a_finding_and_other_checks_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr(doctor, "_check_ray", lambda _: iter(()))
-    # `pip check`, which test_doctor_on_this_machine runs
-    monkeypatch.setattr(doctor, "_check_packages", lambda: doctor.Finding("ok", "packages", ""))
     found = list(doctor.run_checks(None, "runs"))
     assert [each.level for each in found if each.name == "torch"] == ["error"]
     assert "memory" in [each.name for each in found] and "GPUs" not in [each.name for each in found]
@@ -27,8 +25,6 @@ CPU_NODE = {"Resources": {"CPU": 8.0}}
 @pytest.mark.parametrize(
     ("finding", "level", "text"),
     [
-        (doctor.check_cpus(2, 8, 4), "ok", "2 of 8 logical CPUs on 4 physical cores can be used"),
-        (doctor.check_cpus(2, 2, None), "ok", "2 of 2 logical CPUs can be used"),
         (
             doctor.check_nodes([CPU_NODE], {}, 2),
             "ok",
@@ -99,12 +95,11 @@ def test_cluster_checks_measure_each_node_and_the_links(nodes, tmp_path, monkeyp
     nodes.reset([(1, 0)])
     monkeypatch.setattr(node_checks, "COLLECTIVE_MB", 8)
     monkeypatch.setattr(node_checks, "TRANSFER_MB", 8)
-    found = list(node_checks.check_cluster(nodes.address, str(tmp_path), lambda: 400.0))
+    found = list(node_checks.check_cluster(nodes.address, str(tmp_path)))
     levels = {each.name: each.level for each in found}
     assert levels["versions"] == levels["run.storage"] == "ok"
     names = [name.partition(" ")[2].partition(" ")[2] for name in levels if name[:5] == "node "]
-    checks = ["load", "connections", "shared memory", "disk", "clock", "decoding"]
-    assert sorted(names) == sorted(2 * checks)
+    assert sorted(names) == sorted(2 * ["connections", "shared memory", "disk", "clock"])
     assert sum(name.startswith("transfer ") for name in levels) == 2
     (collective,) = [each for each in found if each.name.startswith("all-reduce of 2 nodes")]
     assert "MB/s" in collective.observed
@@ -113,16 +108,11 @@ def test_cluster_checks_measure_each_node_and_the_links(nodes, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("finding", "level"),
     [
-        (node_checks.check_load(0.2, 8), "ok"),
-        (node_checks.check_load(5.0, 8), "warning"),
         (node_checks.check_keepalive({}), "warning"),
         (node_checks.check_keepalive({"RAY_grpc_keepalive_timeout_ms": "120000"}), "ok"),
         (node_checks.check_clock(0.01), "ok"),
         (node_checks.check_clock(-1.0), "warning"),
         (node_checks.check_clock(7.0), "error"),
-        (node_checks.check_decoding(400.0), "ok"),
-        (node_checks.check_decoding(150.0), "warning"),
-        (node_checks.check_decoding(50.0), "error"),
     ],
 )
 def test_measurements_of_a_node_are_rated(finding, level):
