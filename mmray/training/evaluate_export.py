@@ -52,7 +52,6 @@ from mmray.training.run_dir import (
     RunDir,
     check_processor,
     describe_unstored_processor,
-    find_set,
 )
 
 # A step, the checkpoint with the best metric (`best_metric`), or (None) the newest valid one.
@@ -484,13 +483,15 @@ def _open_held_out(
     if config.data.eval is None:
         trained_on = RunDir(folder).read_json("data.json")
         address = Mixture.parse(trained_on["train"]).addresses[0]
-        location = find_set(folder, address, trained_on.get("fingerprint", ""))
-        if location != address:
-            reporter.log(f"the set has moved from {address} to {location}", "moved")
-        held_out = PreparedSet.open(location, split)
+        if not (to_path(address) / MANIFEST).exists():
+            raise UsageError(
+                f"{folder} was trained on {address}, which does not exist now: evaluate on its new "
+                "address with --data SET --split SPLIT"
+            )
+        held_out = PreparedSet.open(address, split)
         if not held_out.manifest.splits:
             raise UsageError(
-                f"{location} has no splits, so the run held out no rows: evaluate on another set "
+                f"{address} has no splits, so the run held out no rows: evaluate on another set "
                 "with --data SET"
             )
         return {"": held_out}

@@ -14,15 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
 from mmray.config import Config, Model, Run, Vlm, flatten, to_yaml
 from mmray.config.data import STORED_SHUFFLE
-from mmray.data.store.manifest import MANIFEST
-from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.vlm.processor import read_processor_files
 from mmray.engine.batch import BatchShape
 from mmray.errors import UsageError
@@ -240,31 +237,6 @@ def check_processor(path: AnyPath, model: Model) -> None:
     """
     if changes := _changed_processor_files(path, model):
         raise UsageError("\n".join([f"{path} was trained with other files:", *changes]))
-
-
-def find_set(path: AnyPath, address: str, fingerprint: str) -> str:
-    """Return the address of a run's training set, also if the set and the run were moved together.
-
-    Args:
-        address: Address of the set when the run started.
-        fingerprint: Hash of the split `train` of the set, to recognize it.
-
-    Returns:
-        The new address; `address` itself if the set is still there or cannot be found.
-    """
-    if not isinstance(path, Path) or not isinstance(to_path(address), Path):
-        return address
-    if (Path(address) / MANIFEST).exists():
-        return address
-    parts = Path(address).parts[1:]
-    for folder in path.absolute().parents:
-        for start in range(len(parts)):
-            candidate = folder.joinpath(*parts[start:])
-            if not (candidate / MANIFEST).exists():
-                continue
-            if PreparedSet.open(str(candidate), "train").fingerprint == fingerprint:
-                return str(candidate)
-    return address
 
 
 def stored_shuffle(path: AnyPath) -> str:

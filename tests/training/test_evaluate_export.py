@@ -169,6 +169,9 @@ def test_default_set_is_what_the_run_held_out(
     with pytest.raises(UsageError, match=r"set has no splits, so the run held out no rows: .*--da"):
         held_out(None)  # not the rows that it trained on
     assert held_out(None, data=str(tmp_path / "set")) == 6
+    (tmp_path / "set").rename(tmp_path / "moved")
+    with pytest.raises(UsageError, match="set, which does not exist now: .* --data SET"):
+        held_out(None)
 
 
 def test_evaluation_of_branches_needs_one_device(

@@ -5,8 +5,7 @@ import yaml
 
 from mmray.config import Batch, Config, Run
 from mmray.errors import UsageError
-from mmray.training.run_dir import find_set, select_run, write_run_files
-from tests.made import make_set, row
+from mmray.training.run_dir import select_run, write_run_files
 
 DATA = {"train": "set", "fingerprint": "ab", "num_rows": 100}
 
@@ -74,20 +73,6 @@ def test_run_of_another_sample_order_is_refused(tmp_path):
     assert select_run(wanted, DATA | {"order": 1}, 10).action == "resume"
     with pytest.raises(UsageError, match="data order: 1 -> 2"):
         select_run(wanted, DATA | {"order": 2}, 10)
-
-
-def test_set_is_found_after_the_project_was_renamed(tmp_path):
-    project = tmp_path / "project"
-    prepared = make_set(project / "prepared" / "set", [row(0), row(1)])
-    run = project / "runs" / "mine"
-    run.mkdir(parents=True)
-    address = str(project / "prepared" / "set")
-    assert find_set(run, address, prepared.fingerprint) == address
-    renamed = project.rename(tmp_path / "renamed")
-    found = find_set(renamed / "runs" / "mine", address, prepared.fingerprint)
-    assert found == str(renamed / "prepared" / "set")
-    # another set at the same place is not taken
-    assert find_set(renamed / "runs" / "mine", address, "of other rows") == address
 
 
 def test_new_name_starts_and_same_command_resumes(tmp_path):
