@@ -1,10 +1,9 @@
 """Which batch shape to time next, and which one to recommend. Pure functions.
 
 For each global batch the micro-batch doubles until steps get no faster, or up to the largest size
-that fits into memory (engine/memory_probe.py). Every
-size is timed twice, and then the two best ones alternate in the order A B B A, because other
-programs slow some steps and a higher clock after a pause makes others faster than training is.
-All decisions follow from the measurements so far, so that all ranks agree.
+that fits into memory (engine/memory_probe.py). Every size is timed in several rounds, because other
+programs slow some steps and a higher clock after a pause makes others faster than training is. All
+decisions follow from the measurements so far, so that all ranks agree.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ from mmray.sweep_files import Recommendation, TrialRow
 
 START_ACCUMULATION = 64  # micro-batches in a step of the first size
 PATIENCE = 2  # sizes in a row that are no faster, after which the micro-batch doubles no more
-VISITS = 2  # measurements of each size, before the best two are compared
+VISITS = 3  # measurements of each size
 MAX_SLOWDOWN = 3.0  # sizes slower than this, relative to the fastest, are not measured again
-ROUNDS = 4  # measurements of each of the best two, to compare them
-MAX_COMPARISON_S = 30.0  # timed steps; fewer rounds if these would take longer
 TOLERANCE = 0.02  # relative; within it, less memory is better
 # A larger global batch has no advantage over one with this share of the highest samples/s.
 SUFFICIENT = 0.95
@@ -104,10 +101,10 @@ def next_micro_batch_size(measurements: Measurements, global_batch_size: int) ->
     if size is not None:
         return size
     slow_s = MAX_SLOWDOWN * min(map(min, times.values()))
-    for size, seconds in sorted(times.items(), reverse=True):
-        if len(seconds) < VISITS and seconds[0] < slow_s:
-            return size
-    return _next_of_pair(best_two(measurements, global_batch_size), times)
+    unsure = [
+        size for size, seconds in times.items() if len(seconds) < VISITS and min(seconds) < slow_s
+    ]
+    return min(unsure, key=lambda size: (len(times[size]), -size), default=None)
 
 
 def _next_untimed(sizes: Sequence[int], times: dict[int, list[float]], rows: int) -> int | None:
@@ -126,46 +123,11 @@ def _next_untimed(sizes: Sequence[int], times: dict[int, list[float]], rows: int
         return larger[0]
     if larger:
         for size in no_faster:
-            if len(times[size]) < VISITS:
+            if len(times[size]) == 1:
                 return size
     if rows in larger:
         return rows
     return smaller[-1] if smaller and fast == min(times) else None
-
-
-def best_two(measurements: Measurements, global_batch_size: int) -> list[int]:
-    """Return the fastest micro-batch of a global batch, and one to compare it with.
-
-    The second one is the one with the least memory, if it is within TOLERANCE (2%) of the fastest
-    and needs less memory; otherwise the second fastest.
-
-    Returns:
-        Rows of one or two micro-batches.
-    """
-    times = measurements.step_times(global_batch_size)
-    step_s = {size: min(seconds[:VISITS]) for size, seconds in times.items()}
-    fastest, *others = sorted(step_s, key=lambda size: step_s[size])
-    peak_gib = {size: measurements.peak_gib(global_batch_size, size) for size in times}
-    near = [
-        size
-        for size in others
-        if step_s[size] <= (1 + TOLERANCE) * step_s[fastest] and peak_gib[size] < peak_gib[fastest]
-    ]
-    return [fastest, *(sorted(near, key=lambda size: peak_gib[size])[:1] or others[:1])]
-
-
-def _next_of_pair(pair: Sequence[int], times: dict[int, list[float]]) -> int | None:
-    """Return the micro-batch to time next in rounds A B, B A, A B, ...; None after the last."""
-    if len(pair) < 2:
-        return None
-    round_s = sum(min(times[size]) for size in pair)
-    rounds = min(ROUNDS, int(MAX_COMPARISON_S / round_s))
-    first, second = pair
-    num_first = len(times[first]) - VISITS
-    num_second = len(times[second]) - VISITS
-    if num_first == num_second:
-        return None if num_first >= rounds else pair[num_first % 2]
-    return first if num_first < num_second else second
 
 
 def build_rows(global_batch_sizes: Sequence[int], measurements: Measurements) -> list[TrialRow]:
@@ -211,9 +173,7 @@ def _rows_of(global_batch_size: int, measurements: Measurements) -> list[TrialRo
     return rows
 
 
-def recommend(
-    rows: Sequence[TrialRow], measurements: Measurements, own_global: int | None = None
-) -> Recommendation | None:
+def recommend(rows: Sequence[TrialRow], own_global: int | None = None) -> Recommendation | None:
     """Return the best measured batch shape, and the reason.
 
     Its global batch is the smallest one with at least 95% of the highest samples/s.
@@ -227,14 +187,11 @@ def recommend(
     """
     best: dict[int, tuple[TrialRow, str]] = {}
     for size in sorted({row.global_batch_size or 0 for row in rows}):
-        by_micro = {
-            row.micro: row
-            for row in rows
-            if row.global_batch_size == size and row.status == "finished"
-        }
-        if by_micro:
-            pair = [by_micro[each] for each in best_two(measurements, size)]
-            best[size] = pick_faster(pair, measurements)
+        finished = [
+            row for row in rows if row.global_batch_size == size and row.status == "finished"
+        ]
+        if finished:
+            best[size] = pick_fastest(finished)
     if not best:
         return None
     rates = {size: row.samples_per_s or 0.0 for size, (row, _) in best.items()}
@@ -256,31 +213,25 @@ def recommend(
     )
 
 
-def pick_faster(pair: Sequence[TrialRow], measurements: Measurements) -> tuple[TrialRow, str]:
-    """Return the better of one or two measured micro-batches of a global batch, and the reason.
-
-    If their speeds differ by at most TOLERANCE (2%), the one with less memory is better.
-
-    Args:
-        measurements: All measured step times, for their spread.
+def pick_fastest(rows: Sequence[TrialRow]) -> tuple[TrialRow, str]:
+    """Return the fastest measured micro-batch of a global batch, or of those within TOLERANCE (2%)
+    of it the one with the least memory, and the reason.
     """
-    if len(pair) == 1:
-        return pair[0], f"{_format_rate(pair[0])}; no other shape was measured."
-    first, second = sorted(pair, key=lambda row: row.step_p50_s or 0.0)
-    ratio = (second.step_p50_s or 0.0) / (first.step_p50_s or 1.0)
-    if ratio <= 1 + TOLERANCE and (second.peak_gib or 0.0) < (first.peak_gib or 0.0):
-        memory = f"{second.peak_gib:.2f} GiB instead of {first.peak_gib:.2f} GiB"
-        return second, (
-            f"{_format_rate(second)}, within {TOLERANCE:.0%} of {format_shape(first)}, and needs "
+    fastest, *others = sorted(rows, key=lambda row: row.step_p50_s or 0.0)
+    if not others:
+        return fastest, f"{_format_rate(fastest)}; no other shape was measured."
+    limit_s = (1 + TOLERANCE) * (fastest.step_p50_s or 0.0)
+    near = [row for row in rows if (row.step_p50_s or 0.0) <= limit_s]
+    best = min(near, key=lambda row: row.peak_gib or 0.0)
+    if best is not fastest:
+        memory = f"{best.peak_gib:.2f} GiB instead of {fastest.peak_gib:.2f} GiB"
+        return best, (
+            f"{_format_rate(best)}, within {TOLERANCE:.0%} of {format_shape(fastest)}, and needs "
             f"{memory}."
         )
-    times = measurements.step_times(first.global_batch_size or 0)
-    rounds = zip(times[first.micro or 0], times[second.micro or 0], strict=False)
-    ratios = [slow / fast for fast, slow in rounds]
-    doubt = ", so they may be equally fast" if min(ratios) <= 1 else ""
-    spread = f"{len(ratios)} pairs, {min(ratios):.2f} to {max(ratios):.2f}{doubt}"
-    return first, (
-        f"{_format_rate(first)}, {ratio:.2f} x as many as {format_shape(second)} ({spread})."
+    ratio = (others[0].step_p50_s or 0.0) / (fastest.step_p50_s or 1.0)
+    return fastest, (
+        f"{_format_rate(fastest)}, {ratio:.2f} x as many as {format_shape(others[0])}."
     )
 
 

@@ -102,7 +102,7 @@ def probe_shapes(base: Config, space: Space | None, reporter: RunReporter) -> Sw
             folder.write_json(SWEEP, summary | {"status": "failed"})
             raise
         rows = build_rows(global_batch_sizes, measurements)
-        recommendation = recommend(rows, measurements, own_global_batch_size(base))
+        recommendation = recommend(rows, own_global_batch_size(base))
         if recommendation is not None:
             best = next(row for row in rows if row.trial == recommendation.best)
             recipe = best_recipe(base, best)

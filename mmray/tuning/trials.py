@@ -206,12 +206,10 @@ class TrialResources:
 
     Attributes:
         num_concurrent: Number of trials at a time.
-        decode_actors: Largest number of decode actors of a trial; None: as a run alone.
         cpus_per_worker: CPUs of a worker if the setting is `auto`; None: as a run alone.
     """
 
     num_concurrent: int = 1
-    decode_actors: int | None = None
     cpus_per_worker: float | None = None
 
 

@@ -170,7 +170,7 @@ def test_default_set_is_what_the_run_held_out(
         held_out(None)  # not the rows that it trained on
     assert held_out(None, data=str(tmp_path / "set")) == 6
     (tmp_path / "set").rename(tmp_path / "moved")
-    with pytest.raises(UsageError, match="set, which does not exist now: .* --data SET"):
+    with pytest.raises(UsageError, match=r"set, which does not exist now: .* --data SET"):
         held_out(None)
 
 

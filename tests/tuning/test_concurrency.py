@@ -28,30 +28,26 @@ def nodes(count, group=None, role=None, **resources):
     return [Node(resources, {NODE_GROUP: group, ROLE_LABEL: role} if group else None)] * count
 
 
-CPUS_8, CPUS_16 = nodes(1, CPU=8.0), nodes(1, CPU=16.0)
+CPUS_16 = nodes(1, CPU=16.0)
 GPUS_2 = [Pool("gpu", {"CPU": 8.0, "GPU": 1.0}, 2)]
 THREE = nodes(3, "gpu", "train", CPU=8.0, GPU=1.0)
 
 
 @pytest.mark.parametrize(
-    ("free", "whole", "demand", "wanted", "pools", "planned"),
-    [  # planned: concurrent trials, data CPUs of each
-        # decode actors share the CPUs left by workers
-        (CPUS_16, [], TWO_CPU_WORKERS, 1, (), (1, 13)),
-        (CPUS_16, [], TWO_CPU_WORKERS, 2, (), (2, 5)),
-        (nodes(1, CPU=4.0), [], TWO_CPU_WORKERS, 1, (), (1, 1)),
-        ([], CPUS_8, TWO_CPU_WORKERS, 3, (), (1, 5)),  # waits for resources in use
-        ([], [], GPU_WORKERS, 4, (), (1, 1)),  # waits for a cluster that can grow
-        ([], [], GPU_WORKERS, 4, GPUS_2, (1, 13)),
-        # empty pools count: one GPU and a fourth of 128 CPUs
-        ([HEAD], [HEAD], ON_ROLES, 6, POOLS, (4, 31)),
-        ([HEAD], [HEAD], ON_ROLES, 2, POOLS, (2, 63)),
-        ([HEAD, *THREE], [HEAD, *THREE], ON_ROLES, 6, POOLS, (4, 31)),
+    ("free", "demand", "wanted", "pools", "planned"),
+    [
+        (CPUS_16, TWO_CPU_WORKERS, 1, (), 1),
+        (CPUS_16, TWO_CPU_WORKERS, 9, (), 8),
+        ([], TWO_CPU_WORKERS, 3, (), 1),  # waits for resources in use
+        ([], GPU_WORKERS, 4, GPUS_2, 1),
+        # empty pools count: four GPUs
+        ([HEAD], ON_ROLES, 6, POOLS, 4),
+        ([HEAD], ON_ROLES, 2, POOLS, 2),
+        ([HEAD, *THREE], ON_ROLES, 6, POOLS, 4),
     ],
 )
-def test_concurrency_follows_free_and_future_nodes(free, whole, demand, wanted, pools, planned):
-    data_selector = {ROLE_LABEL: "data"} if demand is ON_ROLES else {}
-    assert fit_trials(free, whole, demand, data_selector, wanted, pools) == planned
+def test_concurrency_follows_free_and_future_nodes(free, demand, wanted, pools, planned):
+    assert fit_trials(free, demand, wanted, pools) == planned
 
 
 @pytest.fixture
@@ -69,8 +65,8 @@ def place_nodes(monkeypatch):
 
 def test_head_with_empty_pools_is_not_a_single_machine(place_nodes):
     place_nodes([HEAD], POOLS)
-    assert plan_resources(ONE_WORKER, None, 6) == TrialResources(4, 31)
-    assert plan_resources(ONE_WORKER, None, 2) == TrialResources(2, 63)
+    assert plan_resources(ONE_WORKER, None, 6) == TrialResources(4)
+    assert plan_resources(ONE_WORKER, None, 2) == TrialResources(2)
     assert plan_resources(ONE_WORKER, None, 1) == TrialResources()  # the whole cluster
     place_nodes(CPUS_16)
     assert plan_resources(ONE_WORKER, None, 6).num_concurrent == 1
@@ -82,9 +78,9 @@ def test_concurrent_trials_on_one_machine_share_its_cores(place_nodes, monkeypat
     monkeypatch.setattr(placement, "available_cores_if_local", lambda: 8)
     place_nodes(nodes(1, CPU=10.0))
     resources = plan_resources(ONE_WORKER, 2, 6)
-    assert resources == TrialResources(2, 1, 4.0)
+    assert resources == TrialResources(2, 4.0)
     config = apply_trial_resources(ONE_WORKER[0], resources)
-    assert (config.cluster.cpus_per_worker, config.data.workers) == (4.0, "1-1")
+    assert config.cluster.cpus_per_worker == 4.0
     assert apply_trial_resources(ONE_WORKER[0], TrialResources()) == ONE_WORKER[0]
 
 

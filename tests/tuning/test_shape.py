@@ -94,7 +94,7 @@ def test_choice_is_within_5_percent_of_the_best_shape_in_100_noisy_devices():
         global_batch_size = device.workers * device.rng.choice([96, 128, 256, 1000])
         measurements = probe(device, global_batch_size)
         rows = build_rows([global_batch_size], measurements)
-        best = recommend(rows, measurements).best
+        best = recommend(rows).best
         chosen = next(row.micro for row in rows if row.trial == best)
         sizes = micro_sizes(global_batch_size // device.workers)
         shapes = [device.shape(global_batch_size, micro) for micro in sizes]
@@ -127,7 +127,7 @@ def test_global_batch_below_the_number_of_workers_is_a_row_with_its_reason():
     measurements = Measurements(16)
     (row,) = build_rows([8], measurements)
     assert (row.status, row.error) == ("infeasible", "8 rows are fewer than 16 workers")
-    assert recommend([row], measurements) is None
+    assert recommend([row]) is None
 
 
 def test_less_memory_wins_within_two_percent_and_a_larger_batch_only_with_more_speed():
@@ -137,7 +137,7 @@ def test_less_memory_wins_within_two_percent_and_a_larger_batch_only_with_more_s
         visits += [Visit(128, 64, 1.96, 4.0), Visit(128, 128, 2.2, 4.0)]
     measurements = Measurements(1, {64: 64, 128: 128}, visits)
     rows = build_rows([64, 128], measurements)
-    best = recommend(rows, measurements, own_global=128)
+    best = recommend(rows, own_global=128)
     shapes = {row.trial: (row.global_batch_size, row.micro) for row in rows}
     assert shapes[best.best] == (64, 32)
     assert {size: shapes[name] for size, name in best.per_global.items()} == {
