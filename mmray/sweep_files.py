@@ -50,23 +50,12 @@ GOALS = {
 
 
 class Rung(NamedTuple):
-    """The value of a trial after a number of samples at which trials are compared.
+    """The value of a trial after a number of samples: at which trials are compared, or of an
+    evaluation in between.
 
     Attributes:
         samples: Samples (rows) trained.
         value: Samples/s, held-out loss or mean recall@1, by the goal of the sweep.
-    """
-
-    samples: int
-    value: float
-
-
-class CurvePoint(NamedTuple):
-    """The held-out value of an evaluation during training.
-
-    Attributes:
-        samples: Samples (rows) trained before.
-        value: Held-out loss or mean recall@1, by the goal of the sweep.
     """
 
     samples: int
@@ -117,7 +106,7 @@ class TrialRow:
     run: str | None = None
     is_recipe: bool = False
     rungs: tuple[Rung, ...] = ()
-    curve: tuple[CurvePoint, ...] = ()
+    curve: tuple[Rung, ...] = ()
 
     @property
     def samples(self) -> int | None:
@@ -164,7 +153,7 @@ class TrialRow:
         known["rungs"] = tuple(
             Rung(rung["samples"], rung["value"]) for rung in values.get("rungs", ())
         )
-        known["curve"] = tuple(CurvePoint(*point[:2]) for point in values.get("curve", ()))
+        known["curve"] = tuple(Rung(*point[:2]) for point in values.get("curve", ()))
         return cls(**known)
 
 

@@ -86,35 +86,27 @@ class DriverHandle:
 
 @dataclass
 class ProgressReporter:
-    """Callback of the training loop that reports metrics, and how long checkpoints take, to the
-    driver.
+    """Callback of the training loop that reports metrics to the driver.
 
-    After each step it sends up to three dicts: {"stage": "training"} after the first step;
-    {"checkpoint_s": seconds} when a save of a checkpoint has ended, from its start to its end; and
-    if metrics of the step were logged, which is every few steps, these: `step` and values by name
-    such as `train/loss`.
+    After each step it sends up to two dicts: {"stage": "training"} after the first step; and if
+    metrics of the step were logged, which is every few steps, these: `step` and values by name such
+    as `train/loss`.
 
     Args:
         report: Called with one dict, which it sends to the driver.
-        checkpoints: The checkpoint manager of rank 0, whose saves are reported.
+        checkpoints: The checkpoint manager of rank 0, whose failed saves are raised.
     """
 
     report: Report
     checkpoints: CheckpointManager
-    _reported_s: float | None = None
     _is_training: bool = False
 
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
-        """Send a logged line to the driver, and the duration of a save of a checkpoint that has
-        ended.
-        """
+        """Send a logged line to the driver, and raise the error of a save that has failed."""
         if not self._is_training:
             self._is_training = True
             self.report({"stage": TRAINING})
         self.checkpoints.poll()
-        if self.checkpoints.save_duration_s != self._reported_s:
-            self._reported_s = self.checkpoints.save_duration_s
-            self.report({"checkpoint_s": self._reported_s})
         if metrics is not None:
             self.report(metrics)
 

@@ -34,9 +34,9 @@ class Coordinator:
         Args:
             message: One of: a line of metrics (with `step`); {"stage": title} of the start;
                 {"phase": title} of long work between two steps; {"note": text, "label": word}, a
-                line for the console; {"batch_shape": BatchShape} of the dry run; {"checkpoint_s":
-                seconds of a save}; {"wasted_steps": number of steps that are taken again}; or, of
-                an evaluation, {"rows": number of rows of a batch}.
+                line for the console; {"batch_shape": BatchShape} of the dry run;
+                {"wasted_steps": number of steps that are taken again}; or, of an evaluation,
+                {"rows": number of rows of a batch}.
         """
         self._messages.append(message)
 

@@ -28,13 +28,10 @@ if TYPE_CHECKING:
     from mmray.engine.batch import BatchShape
 
 WASTED_STEPS = "wasted_steps"
-CHECKPOINT_S = "checkpoint_s"
 CHECK_INTERVAL_S = 1.0
 CAPACITY_INTERVAL_S = 5.0
 CAPACITY_POLLS = 2  # polls in a row before a resize; four times as many after each failed one
 STACKS_WAIT_S = 3.0  # time for all ranks to write their stacks: a heartbeat comes each second
-# From the driver's request to the ranks' agreement, in addition to a step.
-REQUEST_DELAY_S = 3.0
 # a rank that waits for data is logged after this time, then after twice as long, and so on
 DATA_WAIT_LOG_S = 60.0
 SILENT_S = 5.0  # a process that is stopped, or holds its interpreter, sends no heartbeat
@@ -231,19 +228,6 @@ def stuck_ranks(records: Sequence[HeartbeatRecord]) -> list[HeartbeatRecord]:
     return silent or outside or list(records)
 
 
-def checkpoint_request_time_s(
-    preempted_at_s: float, checkpoint_duration_s: float, step_duration_s: float
-) -> float:
-    """Return the time at which to request the last checkpoint before a preemption, in seconds since
-    the epoch: early enough for two steps and two checkpoints; 0 is immediately, and an unknown
-    time.
-    """
-    if not preempted_at_s or not checkpoint_duration_s:  # unknown
-        return 0.0
-    # Two steps: the current one, and the one that carries the request.
-    return preempted_at_s - 2 * checkpoint_duration_s - 2 * step_duration_s - REQUEST_DELAY_S
-
-
 @dataclass
 class RunProgress:
     """Progress of a run, from the messages of its workers; kept when workers are restarted.
@@ -253,21 +237,15 @@ class RunProgress:
             resumed.
         logged: Whether a step of the run was logged.
         wasted_steps: Steps that were taken again after restarts.
-        step_s: Newest seconds of a step; 0: unknown.
-        checkpoint_s: Newest seconds of a save; 0: unknown.
     """
 
     last_step: int = 0
     logged: bool = False
     wasted_steps: int = 0
-    step_s: float = 0.0
-    checkpoint_s: float = 0.0
 
     def update(self, message: dict[str, Any]) -> None:
         """Store the values that a message of a worker reports (`Coordinator.push` lists them)."""
         self.wasted_steps += message.get(WASTED_STEPS, 0)
-        self.step_s = message.get("time/step_s", self.step_s)
-        self.checkpoint_s = message.get(CHECKPOINT_S, self.checkpoint_s)
         if "step" in message:
             self.last_step = message["step"]
             self.logged = True
@@ -444,21 +422,17 @@ class AttemptMonitor:
         self.reporter.log(text, "data")
 
     def _check_preemption(self) -> None:
-        """Request a checkpoint in time if a node of the group is being preempted."""
+        """Request a checkpoint if a node of the group is being preempted."""
         draining = self.workers.draining_nodes()
         deadlines = [draining[record.node] for record in self.heartbeats if record.node in draining]
         if not deadlines:
             return
         self.preempted = True
         first_s = min(deadlines)
-        if time.time() >= checkpoint_request_time_s(
-            first_s, self.progress.checkpoint_s, self.progress.step_s
-        ):
-            when = f"in {first_s - time.time():.0f} s" if first_s else "soon"
-            self.request_stop(
-                "preempted",
-                f"node will be preempted {when}; checkpointing and moving to another node",
-            )
+        when = f"in {first_s - time.time():.0f} s" if first_s else "soon"
+        self.request_stop(
+            "preempted", f"node will be preempted {when}; checkpointing and moving to another node"
+        )
 
     def _check_capacity(self) -> None:
         """Request a resize if more workers fit at several polls in a row."""

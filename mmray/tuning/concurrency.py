@@ -1,9 +1,8 @@
-"""How many trials run at a time, and the resources of each."""
+"""How many trials run at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from mmray.cluster import placement
 from mmray.cluster.capacity import (
@@ -15,28 +14,16 @@ from mmray.cluster.capacity import (
     max_concurrent,
 )
 from mmray.cluster.ray_internals import HEAD_RESOURCE
-from mmray.cluster.run_resources import DRIVER_GIB, is_single_node, min_decoders, resource_demand
+from mmray.cluster.run_resources import DRIVER_GIB, is_single_node, resource_demand
 from mmray.config import Config
-from mmray.tuning.trials import TrialResources
 
 # Ended trials release their CPUs with a delay.
 FREE_WAIT_S = 10.0
 MAX_CONCURRENT = 64
 
 
-def apply_trial_resources(config: Config, resources: TrialResources) -> Config:
-    """Return the config of a trial's run with its share of the cores if `cluster.cpus_per_worker`
-    is `auto`.
-    """
-    if resources.cpus_per_worker is not None and config.cluster.cpus_per_worker == "auto":
-        return config.with_cluster(cpus_per_worker=resources.cpus_per_worker)
-    return config
-
-
-def plan_resources(
-    configs: Sequence[Config], concurrency: int | None, num_trials: int
-) -> TrialResources:
-    """Return how many trials run at a time, and the resources of each.
+def plan_concurrency(configs: Sequence[Config], concurrency: int | None, num_trials: int) -> int:
+    """Return how many trials run at a time.
 
     If trials run one after another, each has the whole cluster. Requires an initialized Ray.
 
@@ -61,18 +48,15 @@ def plan_resources(
         max_trials = min(num_trials, _max_drivers(nodes))
     if concurrency and not pools and all(config.cluster.wait_for_nodes for config in configs):
         # The user states that nodes will be added, and for how many trials.
-        return TrialResources(max_trials)
-    cpus_per_worker = None
-    if max_trials > 1 and placement.available_cores_if_local() and "GPU" not in demand.per_worker:
-        # `auto` would give all cores of the machine to each trial.
-        decode_cpus = max(map(min_decoders, configs))
-        share = nodes[0].resources["CPU"] / max_trials / demand.workers
-        cpus_per_worker = float(max(1, int(share) - decode_cpus))
-        per_worker = demand.per_worker | {"CPU": cpus_per_worker + decode_cpus}
-        demand = replace(demand, per_worker=per_worker)
+        return max_trials
+    if (
+        placement.available_cores_if_local()
+        and "GPU" not in demand.per_worker
+        and any(config.cluster.cpus_per_worker == "auto" for config in configs)
+    ):
+        return 1  # `auto` gives all cores of the machine to a trial
     free = placement.wait_for_free_nodes(demand, FREE_WAIT_S if fits(demand, nodes) else 0.0)
-    num_concurrent = fit_trials(free, demand, max_trials, pools)
-    return TrialResources(num_concurrent, cpus_per_worker if num_concurrent > 1 else None)
+    return fit_trials(free, demand, max_trials, pools)
 
 
 def _max_drivers(nodes: Sequence[Node]) -> int:

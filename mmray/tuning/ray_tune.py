@@ -8,7 +8,6 @@ again with the trials that have not reached the rung.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,9 @@ from mmray.training.backend import run_in_thread
 from mmray.training.driver import train
 from mmray.training.monitor import signal_handlers
 from mmray.training.ray_trainer import ray_storage
-from mmray.tuning.concurrency import apply_trial_resources
 from mmray.tuning.results import TrialOutcome, classify_error, newest_value
 from mmray.tuning.sweep import STOP_FILE, SweepState
-from mmray.tuning.trials import SweepPlan, Trial, TrialResources
+from mmray.tuning.trials import SweepPlan, Trial
 
 # `verbose=0` disables only the older reporter of Ray Tune; trials must keep the working directory.
 ENVIRONMENT = {
@@ -48,7 +46,7 @@ NAME = "trial"  # the only parameter of a trial
 
 
 def run_trials_on_ray_tune(
-    state: SweepState, resources: TrialResources, rung: int, names: Sequence[str]
+    state: SweepState, num_concurrent: int, rung: int, names: Sequence[str]
 ) -> None:
     """Train trials to a rung with Ray Tune.
 
@@ -65,7 +63,7 @@ def run_trials_on_ray_tune(
     remove_tree(scratch)
     trainable = tune.with_parameters(
         _run_trial,
-        plan=replace(state.plan, resources=resources),
+        plan=state.plan,
         settings={name: state.rows[name].settings for name in names},
         rung=rung,
     )
@@ -76,7 +74,7 @@ def run_trials_on_ray_tune(
         tune.with_resources(trainable, _DRIVER_RESOURCES),
         param_space={NAME: tune.grid_search(list(names))},
         tune_config=tune.TuneConfig(
-            search_alg=BasicVariantGenerator(max_concurrent=resources.num_concurrent),
+            search_alg=BasicVariantGenerator(max_concurrent=num_concurrent),
             trial_name_creator=_name_of,
             reuse_actors=True,  # Importing torch takes several seconds.
         ),
@@ -144,7 +142,7 @@ def train_to_rung(
     should_stop = (plan.folder / STOP_FILE).exists
     if should_stop():
         return TrialOutcome("stopped"), None
-    config = apply_trial_resources(plan.run_config(trial, plan.rungs[rung]), plan.resources)
+    config = plan.run_config(trial, plan.rungs[rung])
     run = train(config, reporter, should_stop=should_stop, local=plan.local, check_storage=False)
     if run.result["status"] != "finished":
         return TrialOutcome("stopped"), None

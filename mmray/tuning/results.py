@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from mmray.engine.batch import BatchShape
 from mmray.errors import UsageError, first_line, is_out_of_memory
-from mmray.sweep_files import GOALS, CurvePoint, Recommendation, Status, TrialRow
+from mmray.sweep_files import GOALS, Recommendation, Rung, Status, TrialRow
 from mmray.tuning.trials import Trial
 
 # Trials with this status are not continued by a resumed sweep.
@@ -162,12 +162,12 @@ def _with_shape(
     return replace(row, status="out_of_memory", error=error)
 
 
-def _learning_curve(lines: Sequence[dict[str, Any]], name: str | None) -> tuple[CurvePoint, ...]:
+def _learning_curve(lines: Sequence[dict[str, Any]], name: str | None) -> tuple[Rung, ...]:
     """Return the finite values of a held-out metric; none for the speed of a trial."""
     if name is None:
         return ()
     measured = [line for line in lines if line.get(name) is not None]
-    return tuple(CurvePoint(line["rows_stop"], line[name]) for line in measured)
+    return tuple(Rung(line["rows_stop"], line[name]) for line in measured)
 
 
 def recommend_trial(rows: Sequence[TrialRow], goal: str) -> Recommendation | None:

@@ -26,7 +26,7 @@ from mmray.sweep_files import GOALS, Recommendation
 from mmray.training.local import count_gpus
 from mmray.training.resolve import resolve_run
 from mmray.training.run_dir import collect_environment
-from mmray.tuning.concurrency import plan_resources
+from mmray.tuning.concurrency import plan_concurrency
 from mmray.tuning.ray_tune import ENVIRONMENT, run_trials_on_ray_tune
 from mmray.tuning.request import SweepRequest
 from mmray.tuning.results import recommend_trial
@@ -82,9 +82,9 @@ def search(request: SweepRequest, reporter: SweepReporter) -> SweepRecord:
         with Lease(folder.path, activity="in use for a sweep"):
             folder.write("recipe.yaml", to_yaml(request.base))
             configs = [trial.config for trial in feasible]
-            num_concurrent = plan_resources(
+            num_concurrent = plan_concurrency(
                 configs, request.concurrency, request.space.num_trials
-            ).num_concurrent
+            )
             local = num_concurrent == 1 and run_without_ray_train(configs)
             plan = replace(plan, folder=folder.path, local=local)
             if not local:
@@ -200,7 +200,10 @@ def log_plan(state: SweepState, num_concurrent: int) -> None:
     rungs = " to ".join(f"{samples:,}" for samples in state.plan.rungs)
     at_a_time = f"{num_concurrent} at a time"
     if num_concurrent < min(request.concurrency or 1, num_trials):
-        at_a_time += f" (as many of --concurrency {request.concurrency} as fit)"
+        at_a_time += (
+            f" (as many of --concurrency {request.concurrency} as fit; on the cores of one machine "
+            "set --cluster.cpus-per-worker)"
+        )
     measured = sum(bool(row.rungs) for row in state.rows.values())
     trials = f"{num_trials} with {rungs} samples each, {at_a_time}, {measured} measured before"
     state.reporter.log(str(state.folder.path), "sweep")
@@ -283,7 +286,7 @@ def run_trials(state: SweepState, configs: Sequence[Config]) -> None:
             continue
         title = f"training to {samples:,} samples"
         state.reporter.status(title if rung == 0 else f"{title}: {', '.join(names)}")
-        resources = plan_resources(configs, request.concurrency, len(names))
-        run_trials_on_ray_tune(state, resources, rung, names)
+        num_concurrent = plan_concurrency(configs, request.concurrency, len(names))
+        run_trials_on_ray_tune(state, num_concurrent, rung, names)
     if state.stop_reason is None:
         state.prune_paused()

@@ -201,19 +201,6 @@ def data_key(config: Config) -> str:
 
 
 @dataclass(frozen=True)
-class TrialResources:
-    """How many trials run at a time, and what each may use.
-
-    Attributes:
-        num_concurrent: Number of trials at a time.
-        cpus_per_worker: CPUs of a worker if the setting is `auto`; None: as a run alone.
-    """
-
-    num_concurrent: int = 1
-    cpus_per_worker: float | None = None
-
-
-@dataclass(frozen=True)
 class SweepPlan:
     """Recipe, goal, rungs and data of a sweep; the driver sends it to the trials.
 
@@ -228,7 +215,6 @@ class SweepPlan:
         folder: Folder of the sweep.
         local: Whether the worker is a process of this machine, as in `mmray train`, without Ray
             Train.
-        resources: How many trials run at a time, and what each may use.
     """
 
     request: SweepRequest
@@ -236,7 +222,6 @@ class SweepPlan:
     data: TrialData = TrialData()
     folder: AnyPath = Path()
     local: bool = False
-    resources: TrialResources = TrialResources()
 
     @property
     def is_learned(self) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 from mmray.config import recipes, to_yaml
 from mmray.data.images.transform import thumbnail
 from mmray.data.store.stored_row import Media, Row
-from mmray.sweep_files import CurvePoint, Rung, TrialRow
+from mmray.sweep_files import Rung, TrialRow
 from tests.data.media.synthetic import encode_video
 from tests.made import make_set, row
 
@@ -235,7 +235,7 @@ def learned(name, lr, status="finished", **changes):
         100.0,
         status=status,
         settings={"optimizer.lr": lr, "optimizer.betas": [0.9, 0.98]},
-        curve=(CurvePoint(64, 3.0), CurvePoint(256, 2.5)),
+        curve=(Rung(64, 3.0), Rung(256, 2.5)),
         rungs=rungs[:1] if status == "pruned" else rungs,
     )
     return replace(row, **changes)

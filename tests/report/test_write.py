@@ -12,7 +12,7 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import UsageError
 from mmray.report.write import write_report, write_set_page
 from mmray.storage.paths import copy_file, list_files, to_path
-from mmray.sweep_files import CurvePoint, Rung
+from mmray.sweep_files import Rung
 from tests.made import make_set, row
 from tests.report.factories import (
     answers,
@@ -289,7 +289,7 @@ def test_page_of_a_learning_sweep_has_curves_and_rungs(tmp_path):
 
 def test_loss_of_exactly_zero_is_a_value(tmp_path):
     rungs = (Rung(64, 0.0),)
-    rows = [learned(f"t00{n}", 10.0**-n, rungs=rungs, curve=(CurvePoint(64, 0.0),)) for n in (1, 2)]
+    rows = [learned(f"t00{n}", 10.0**-n, rungs=rungs, curve=(Rung(64, 0.0),)) for n in (1, 2)]
     page = page_of(make_sweep(tmp_path / "sweep", rows, goal="loss", rungs=[64]))
     assert plots(page) == ["curves"] and page.count(">0.000</td>") == 2
 

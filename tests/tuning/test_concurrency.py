@@ -11,8 +11,7 @@ from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool
 from mmray.cluster.placement import ROLE_LABEL, parse_launcher_config
 from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.config import Cluster, Config
-from mmray.tuning.concurrency import apply_trial_resources, fit_trials, plan_resources
-from mmray.tuning.trials import TrialResources
+from mmray.tuning.concurrency import fit_trials, plan_concurrency
 
 # 8 x 16 CPUs, 4 x 1 GPU
 CLUSTER_YAML = yaml.safe_load((Path(__file__).parents[2] / "cluster.yaml").read_text())
@@ -65,23 +64,21 @@ def place_nodes(monkeypatch):
 
 def test_head_with_empty_pools_is_not_a_single_machine(place_nodes):
     place_nodes([HEAD], POOLS)
-    assert plan_resources(ONE_WORKER, None, 6) == TrialResources(4)
-    assert plan_resources(ONE_WORKER, None, 2) == TrialResources(2)
-    assert plan_resources(ONE_WORKER, None, 1) == TrialResources()  # the whole cluster
+    assert plan_concurrency(ONE_WORKER, None, 6) == 4
+    assert plan_concurrency(ONE_WORKER, None, 2) == 2
+    assert plan_concurrency(ONE_WORKER, None, 1) == 1  # the whole cluster
     place_nodes(CPUS_16)
-    assert plan_resources(ONE_WORKER, None, 6).num_concurrent == 1
-    assert plan_resources(ONE_WORKER, 3, 6).num_concurrent == 3
+    assert plan_concurrency(ONE_WORKER, None, 6) == 1
 
 
-def test_concurrent_trials_on_one_machine_share_its_cores(place_nodes, monkeypatch):
-    """8 cores, of which Ray counts 10 CPUs: each trial has one for its data."""
+def test_trial_with_all_cores_of_a_machine_runs_alone(place_nodes, monkeypatch):
+    """8 cores, of which Ray counts 10 CPUs."""
     monkeypatch.setattr(placement, "available_cores_if_local", lambda: 8)
     place_nodes(nodes(1, CPU=10.0))
-    resources = plan_resources(ONE_WORKER, 2, 6)
-    assert resources == TrialResources(2, 4.0)
-    config = apply_trial_resources(ONE_WORKER[0], resources)
-    assert config.cluster.cpus_per_worker == 4.0
-    assert apply_trial_resources(ONE_WORKER[0], TrialResources()) == ONE_WORKER[0]
+    assert plan_concurrency(ONE_WORKER, 2, 6) == 1
+    small = [Config(cluster=Cluster(workers=1, cpus_per_worker=2))]
+    assert plan_concurrency(small, 3, 6) == 3
+    assert plan_concurrency(small, 6, 6) == 3  # each has a CPU for its data
 
 
 @pytest.mark.parametrize(("concurrency", "expected"), [(None, 1), (3, 3), (9, 6)])
@@ -90,12 +87,12 @@ def test_concurrency_is_as_given_if_nodes_will_be_added_without_a_known_limit(
 ):
     growing = [Config(cluster=Cluster(workers=1, wait_for_nodes=True))]
     place_nodes([HEAD])
-    assert plan_resources(growing, concurrency, 6).num_concurrent == expected
+    assert plan_concurrency(growing, concurrency, 6) == expected
     place_nodes([HEAD], POOLS)
-    assert plan_resources(growing, 6, 6).num_concurrent == 4
+    assert plan_concurrency(growing, 6, 6) == 4
 
 
 def test_drivers_of_trials_fit_the_memory_of_the_head(place_nodes):
     head = replace(HEAD, resources=HEAD.resources | {"memory": 2 * 2**30})
     place_nodes([head], POOLS)
-    assert plan_resources(ONE_WORKER, None, 6).num_concurrent == 3
+    assert plan_concurrency(ONE_WORKER, None, 6) == 3

@@ -16,7 +16,7 @@ from mmray.tuning.request import SweepRequest, parse_budget
 from mmray.tuning.results import TrialOutcome, recommend_trial
 from mmray.tuning.rungs import select_promoted
 from mmray.tuning.sweep import STOP_FILE, SweepState, resolve_sweep_dir
-from mmray.tuning.trials import SweepPlan, TrialResources
+from mmray.tuning.trials import SweepPlan
 from tests.spaces import parse_space
 from tests.training.runs import Silent
 
@@ -228,7 +228,7 @@ def simulated(monkeypatch):
     """
     calls = []
 
-    def run_trials(state, resources, rung, names):
+    def run_trials(state, num_concurrent, rung, names):
         calls.append(list(names))
         for name in names:
             state.start(name)
@@ -244,7 +244,7 @@ def simulated(monkeypatch):
                 return
 
     monkeypatch.setattr(search, "run_trials_on_ray_tune", run_trials)
-    monkeypatch.setattr(search, "plan_resources", lambda *_: TrialResources())
+    monkeypatch.setattr(search, "plan_concurrency", lambda *_: 1)
     return calls
 
 
