@@ -39,7 +39,6 @@ from mmray.tuning.trials import (
     TrialData,
     build_plan,
     corner_trials,
-    data_key,
     describe_space,
     largest_cluster,
     typed_space,
@@ -105,16 +104,15 @@ def search(request: SweepRequest, reporter: SweepReporter) -> SweepRecord:
 def prepare_data(
     trials: Sequence[Trial], goal: str, reporter: SweepReporter
 ) -> tuple[list[Trial], TrialData]:
-    """Prepare the data of all trials, each distinct data set once.
+    """Prepare the data of all trials.
 
     Args:
         trials: Trials at the corners of the search space.
         goal: `throughput`, `loss` or `recall`; the last two need held-out rows.
 
     Returns:
-        The feasible trials, and a TrialData: `sets` (addresses of the prepared sets), `num_rows`
-        and `held_out_rows` of the largest one. A trial is not feasible if its batch settings
-        contradict each other, it needs more resources than the cluster has, or it cannot use its
+        The feasible trials, and their data. A trial is not feasible if its batch settings
+        contradict each other, it needs more resources than the cluster has, or it cannot use the
         data.
 
     Raises:
@@ -123,18 +121,16 @@ def prepare_data(
     feasible: list[Trial] = []
     error: MmrayError | None = None
     data = TrialData()
-    checked: set[tuple[str, int]] = set()
+    checked: set[int] = set()
     for trial in trials:
         if trial.shape is None:
             continue
-        key = data_key(trial.config)
-        prepared = trial.config.data.replace(**data.sets.get(key, {}))
-        config = trial.config.replace(data=prepared)
+        config = trial.config.replace(data=trial.config.data.replace(**data.sets))
         try:
             check_capacity(config.with_cluster(workers=config.cluster.max_workers))
-            if (key, trial.shape.global_batch_size) not in checked:
-                data = _add_data(data, key, config, goal, reporter)
-                checked.add((key, trial.shape.global_batch_size))
+            if trial.shape.global_batch_size not in checked:
+                data = _open_data(config, goal, reporter)
+                checked.add(trial.shape.global_batch_size)
         except (ResourceError, UsageError) as caught:
             error = caught
             continue
@@ -144,10 +140,7 @@ def prepare_data(
     return feasible, data
 
 
-def _add_data(
-    data: TrialData, key: str, config: Config, goal: str, reporter: SweepReporter
-) -> TrialData:
-    """Prepare the data of a config, and return it with the data of other trials."""
+def _open_data(config: Config, goal: str, reporter: SweepReporter) -> TrialData:
     resolved = resolve_run(config, reporter)
     held_out = resolved.eval_sets
     if "" not in held_out and held_out and GOALS[goal].eval_metric:
@@ -160,19 +153,16 @@ def _add_data(
             f"--goal {goal}: the set has no held-out rows; prepare it with --holdout, or give "
             "--data.eval"
         )
-    folders = {"train": resolved.data_identity["train"], "eval": None}
+    sets = {"train": resolved.data_identity["train"]}
     if config.data.eval:
-        folders["eval"] = format_eval_sets(
+        sets["eval"] = format_eval_sets(
             [
                 each._replace(address=str(held_out[each.name].folder))
                 for each in config.data.eval_sets
             ]
         )
-    return TrialData(
-        sets=data.sets | {key: folders},
-        num_rows=max(data.num_rows, resolved.data_identity["num_rows"]),
-        held_out_rows=max([data.held_out_rows, sum(each.num_rows for each in held_out.values())]),
-    )
+    held_out_rows = sum(each.num_rows for each in held_out.values())
+    return TrialData(sets, resolved.data_identity["num_rows"], held_out_rows)
 
 
 def run_without_ray_train(configs: Sequence[Config]) -> bool:

@@ -63,14 +63,11 @@ class TrialData:
     """The prepared data of all trials.
 
     Attributes:
-        sets: The prepared sets, as values of the settings `data.train` and `data.eval`, {"train":
-            text, "eval": text or None}, by a text that is equal for trials with the same data
-            (`data_key`).
-        num_rows: Number of rows of the largest set.
-        held_out_rows: Number of held-out rows of the set that has most.
+        sets: The prepared sets, as values of the settings `data.train` and `data.eval`.
+        num_rows: Rows of an epoch.
     """
 
-    sets: dict[str, dict[str, str | None]] = field(default_factory=dict)
+    sets: dict[str, str] = field(default_factory=dict)
     num_rows: int = 0
     held_out_rows: int = 0
 
@@ -138,6 +135,11 @@ def corner_trials(base: Config, space: Space, goal: str) -> list[Trial]:
     Raises:
         UsageError: A setting cannot be searched, or no combination is feasible.
     """
+    for key in space.axes:
+        if key.startswith("prepare.") or key in ("data.train", "data.eval"):
+            raise UsageError(
+                f"--space {key}: trials are compared on one set; start a command for each set"
+            )
     for key in ("batch.micro", "batch.accumulation", TOKENS):
         if key in space.axes and GOALS[goal].eval_metric:
             raise UsageError(
@@ -189,15 +191,6 @@ def largest_cluster(trials: Sequence[Trial]) -> Cluster:
     """
     configs = [trial.config.cluster for trial in trials if trial.shape is not None]
     return max(configs, key=lambda config: config.max_workers * config.num_cpus)
-
-
-def data_key(config: Config) -> str:
-    """Return a text that is equal for trials with the same prepared data.
-
-    It has the values of `data.train`, `data.eval` and the section `prepare`; it is not a path or a
-    hash.
-    """
-    return f"{config.data.train} {config.data.eval} {config.prepare.model_dump_json()}"
 
 
 @dataclass(frozen=True)
@@ -289,7 +282,7 @@ class SweepPlan:
                 checkpoint_every=0,
                 log_every=max(1, first_rung_steps // LOG_LINES),
             ),
-            data=config.data.replace(**self.data.sets.get(data_key(config), {})),
+            data=config.data.replace(**self.data.sets),
             cluster=config.cluster.replace(
                 workers=config.cluster.max_workers, max_failures=max_failures
             ),

@@ -105,6 +105,7 @@ def test_micro_batch_follows_a_searched_global_batch():
         ("batch.micr=8", "batch.micr: unknown setting; did you mean `micro`"),
         ("batch.micro=8,0", r"batch.micro: input should be greater than or equal to 1 \(got '0'\)"),
         ("train.precision=fp32,fp8", "train.precision"),
+        ("data.train=one,two", "--space data.train: trials are compared on one set"),
     ],
 )
 def test_value_invalid_in_all_trials_is_a_usage_error(given, message):
@@ -124,7 +125,7 @@ def test_global_batch_above_the_rows_of_the_set_makes_only_its_trial_infeasible(
         50,
     )
     assert data.held_out_rows == len(runs.HELD_OUT)
-    assert [each["train"] for each in data.sets.values()] == [str(tmp_path / "set")]
+    assert data.sets["train"] == str(tmp_path / "set")
     with pytest.raises(UsageError, match="64 rows per step are more than the 50 rows"):
         prepare_data(both[1:], "loss", runs.Silent())
 
