@@ -611,11 +611,11 @@ def tune(
     reporter: SweepReporter | None = None,
     **sections: Unpack[Sections],
 ) -> SweepRecord:
-    """Find the fastest batch shape (global batch and micro-batch), or compare settings in runs.
+    """Find the fastest micro-batch, or compare settings in runs.
 
-    Goal `throughput` without other settings in `space` than `batch.global` measures batch shapes on
-    synthetic batches; of a vision-language model it compares values of `batch.tokens` in short
-    runs. Otherwise trials train with the settings of `space`.
+    Goal `throughput` without `space` measures batch shapes on synthetic batches; of a
+    vision-language model it compares values of `batch.tokens` in short runs. Otherwise trials train
+    with the settings of `space`.
 
     Args:
         recipe: name of a recipe, YAML file, or config.
@@ -650,18 +650,18 @@ def tune(
     base = settings.replace(train=settings.train.with_length_of(own.train))
     if space is None:
         space = trials.default_axes(base, goal)
-    if trials.is_shape_probe(goal, space or ()):
+    if space is None:
         _refuse_options_of_trials(
             samples=samples is not None,
             budget=budget is not None,
             concurrency=concurrency is not None,
         )
-        sweep = _measure_shapes(base, space, reporter)
+        sweep = _measure_shapes(base, reporter)
     else:
         request = SweepRequest(
             base=base,
             length=settings.train,
-            space=build_space(space or {}, samples, base.train.seed),
+            space=build_space(space, samples, base.train.seed),
             goal=goal,
             concurrency=concurrency,
             budget_s=parse_budget(budget),
@@ -688,15 +688,12 @@ def _refuse_options_of_trials(**given: bool) -> None:
         )
 
 
-def _measure_shapes(
-    base: Config, space: Mapping[str, str | Sequence[Any]] | None, reporter: SweepReporter | None
-) -> SweepRecord:
+def _measure_shapes(base: Config, reporter: SweepReporter | None) -> SweepRecord:
     """Find the fastest batch shape on synthetic batches."""
-    axes = build_space(space, seed=base.train.seed) if space else None
     with _shown(reporter, "starting") as shown:
         from mmray.tuning.shape_probe import probe_shapes
 
-        return probe_shapes(base, axes, shown)
+        return probe_shapes(base, shown)
 
 
 def _run_trials(request: SweepRequest, reporter: SweepReporter | None) -> SweepRecord:

@@ -164,19 +164,16 @@ class Recommendation:
     Attributes:
         best: Name of the trial.
         why: Sentences for the user.
-        per_global: Of a sweep of batch shapes the name of the best one by rows of the global batch
-            as text, such as {"1024": "s003"}; else empty.
     """
 
     best: str
     why: str
-    per_global: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON object `recommendation` of sweep.json: `best`, `why` and `per_global`."""
+        """Return the JSON object `recommendation` of sweep.json: `best` and `why`."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Recommendation:
         """Restore a recommendation from the JSON object `recommendation` of sweep.json."""
-        return cls(values["best"], values["why"], values.get("per_global", {}))
+        return cls(values["best"], values["why"])

@@ -73,7 +73,7 @@ def calls(monkeypatch, tmp_path):
 
 @pytest.fixture
 def sweeps(monkeypatch, tmp_path):
-    """Requests of sweeps, and (config, space) of batch shapes to measure, that would run."""
+    """Requests of sweeps, and configs of batch shapes to measure, that would run."""
     received = []
     recommendation = {"best": "t001", "why": "fast"}
     summary = {"status": "finished", "elapsed_s": 1, "recommendation": recommendation}
@@ -85,8 +85,8 @@ def sweeps(monkeypatch, tmp_path):
         received.append(request)
         return SweepRecord.read(tmp_path)
 
-    def probe_shapes(base, space, reporter):
-        received.append((base, space))
+    def probe_shapes(base, reporter):
+        received.append(base)
         return SweepRecord.read(tmp_path)
 
     monkeypatch.setattr("mmray.tuning.search.search", search)
@@ -222,7 +222,8 @@ def test_goal_throughput_with_listed_shapes_compares_them_in_trials(sweeps):
     assert request.space.num_trials == 4
     mmray.tune("sample", space={"batch.global": [64, 128]}, goal="throughput")
     mmray.tune("sample")
-    assert [space and space.axes for _, space in sweeps] == [{"batch.global": (64, 128)}, None]
+    assert sweeps.pop(0).space.axes == {"batch.global": (64, 128)}
+    assert sweeps == [recipes.load("sample")]
 
 
 @pytest.mark.parametrize(

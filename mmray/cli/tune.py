@@ -20,7 +20,7 @@ DESCRIPTION = """
 Find the fastest batch shape (micro x accumulation x workers) of the recipe `{name}` from a few
 measured steps on synthetic batches, and write it as a recipe file:
 
-    mmray tune {name} --space batch.global=512,1024
+    mmray tune {name} --batch.global 1024
 
 With --space or another --goal: compare the listed settings in trials, and write the best one.
 
@@ -85,9 +85,8 @@ def tune_recipe(
 def _print_outcome(sweep: SweepRecord, console: ConsoleReporter) -> None:
     """Print the table of trials or batch shapes, and the command that trains the best one."""
     best = sweep.recommendation
-    winners = {best.best, *best.per_global.values()} if best else set[str]()
     if sweep.trials:
-        console.print(trials_table(sweep, winners))
+        console.print(trials_table(sweep))
     for row in sweep.trials:
         if row.error:
             console.log(f"{row.status.replace('_', ' ')}: {row.error}", row.trial)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from rich.table import Table
 
 from mmray.console.tables import text_table
@@ -12,18 +10,14 @@ from mmray.report.sweep import SweepRecord, trial_columns
 from mmray.sweep_files import TrialRow
 
 
-def trials_table(sweep: SweepRecord, winners: Collection[str]) -> Table:
+def trials_table(sweep: SweepRecord) -> Table:
     """Return the table of trials or of measured batch shapes, with the columns and the order of the
-    report of the sweep.
-
-    Args:
-        sweep: the sweep, with at least one trial.
-        winners: names of the trials that are marked with a star.
+    report of the sweep; the recommended one has a star.
     """
     columns = trial_columns(sweep.trials)
     lines = []
     for row in sweep.table:
-        cells = {"trial": row.trial + ("*" if row.trial in winners else "")}
+        cells = {"trial": row.trial + "*" * (row == sweep.best)}
         cells["status"] = sweep.status_label(row)
         if not sweep.is_throughput:
             cells[sweep.goal.title] = format_number(sweep.value(row))

@@ -75,10 +75,10 @@ class SweepRecord:
 
     Attributes:
         folder: The folder.
-        summary: Content of sweep.json, {} if it is missing: `status`, `recommendation` ({best, why,
-            per_global}, or None), `elapsed_s`, `recipe`, `goal`, `space` (by setting the listed
-            values, or the range as text) and `environment`. Of trials that train also `rungs`
-            and `concurrency`; of measured batch shapes `measures` (`shapes`) and `workers`.
+        summary: Content of sweep.json, {} if it is missing: `status`, `recommendation` ({best,
+            why}, or None), `elapsed_s`, `recipe`, `goal` and `environment`. Of trials that train
+            also `space` (by setting the listed values, or the range as text), `rungs` and
+            `concurrency`; of measured batch shapes `measures` (`shapes`) and `workers`.
         trials: The rows of trials.jsonl, one per trial: settings, status and measurements.
     """
 
@@ -134,8 +134,8 @@ class SweepRecord:
 
     @property
     def recommendation(self) -> Recommendation | None:
-        """The recommended trial, a Recommendation: `best` (name of the trial), `why` (the reason as
-        text) and `per_global` (name of the best trial by global batch); None if there is none yet.
+        """The recommended trial, a Recommendation: `best` (name of the trial) and `why` (the reason
+        as text); None if there is none yet.
         """
         values = self.summary.get("recommendation")
         return Recommendation.from_json(values) if values else None
@@ -159,17 +159,6 @@ class SweepRecord:
         It is samples/s for the goal `throughput`, otherwise the newest held-out metric.
         """
         return row.value(self.goal_name)
-
-    @property
-    def best_per_global_batch(self) -> list[TrialRow]:
-        """The rows of the best batch shape (micro-batch, accumulation) of each global batch,
-        ascending.
-
-        Empty for a sweep of trials that train, and without a recommendation.
-        """
-        names = self.recommendation.per_global.values() if self.recommendation else ()
-        rows = [row for row in self.trials if row.trial in names]
-        return sorted(rows, key=lambda row: row.global_batch_size or 0)
 
     @property
     def table(self) -> list[TrialRow]:

@@ -181,9 +181,7 @@ def recommend_trial(rows: Sequence[TrialRow], goal: str) -> Recommendation | Non
         goal: `throughput` (samples/s), `loss` (held-out) or `recall` (mean recall@1).
 
     Returns:
-        A Recommendation: `best` (name of the row, such as `t001`), `why` (sentences for the user)
-        and `per_global` (best row of each global batch, for batch shapes only); None if no trial
-        measured the goal.
+        The Recommendation; None if no trial measured the goal.
     """
     measured = [row for row in rows if row.status == "finished" and row.rungs]
     if not measured:

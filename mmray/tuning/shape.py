@@ -1,6 +1,6 @@
 """Which batch shape to time next, and which one to recommend. Pure functions.
 
-For each global batch the micro-batch doubles until steps get no faster, or up to the largest size
+The micro-batch doubles until steps get no faster, or up to the largest size
 that fits into memory (engine/memory_probe.py). Every size is timed in several rounds, because other
 programs slow some steps and a higher clock after a pause makes others faster than training is. All
 decisions follow from the measurements so far, so that all ranks agree.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -22,21 +22,17 @@ PATIENCE = 2  # sizes in a row that are no faster, after which the micro-batch d
 VISITS = 3  # measurements of each size
 MAX_SLOWDOWN = 3.0  # sizes slower than this, relative to the fastest, are not measured again
 TOLERANCE = 0.02  # relative; within it, less memory is better
-# A larger global batch has no advantage over one with this share of the highest samples/s.
-SUFFICIENT = 0.95
 
 
 class Visit(NamedTuple):
     """One timing of a batch shape; a shape may be timed repeatedly.
 
     Attributes:
-        global_batch_size: Rows of the global batch.
         micro_batch_size: Rows of a micro-batch.
         step_s: Median seconds of a step of the slowest rank.
         peak_gib: Largest peak memory of a rank.
     """
 
-    global_batch_size: int
     micro_batch_size: int
     step_s: float
     peak_gib: float
@@ -44,33 +40,33 @@ class Visit(NamedTuple):
 
 @dataclass
 class Measurements:
-    """Measured batch shapes, as workers return them.
+    """Measured batch shapes of a global batch, as workers return them.
 
     Attributes:
+        global_batch_size: Rows of the global batch.
         workers: Number of ranks.
-        largest: Rows of the largest micro-batch that fits into memory, by global batch; no entry if
-            not even one row fits.
+        largest: Rows of the largest micro-batch that fits into memory.
         visits: Batch shapes that were timed, in order of time; a shape may occur repeatedly.
     """
 
+    global_batch_size: int
     workers: int
-    largest: dict[int, int] = field(default_factory=dict)
+    largest: int
     visits: list[Visit] = field(default_factory=list)
 
-    def step_times(self, global_batch_size: int) -> dict[int, list[float]]:
-        """Return the measured seconds of a step of a global batch, one for each time that it was
-        measured, by rows of a micro-batch.
+    @property
+    def rank_rows(self) -> int:
+        """Rows of a step on a rank."""
+        return ceil(self.global_batch_size / self.workers)
+
+    def step_times(self) -> dict[int, list[float]]:
+        """Return the measured seconds of a step, one for each time that it was measured, by rows of
+        a micro-batch.
         """
         times: dict[int, list[float]] = {}
         for visit in self.visits:
-            if visit.global_batch_size == global_batch_size:
-                times.setdefault(visit.micro_batch_size, []).append(visit.step_s)
+            times.setdefault(visit.micro_batch_size, []).append(visit.step_s)
         return times
-
-    def peak_gib(self, global_batch_size: int, micro_batch_size: int) -> float:
-        """Return the largest peak memory of a rank with a measured batch shape."""
-        shape = (global_batch_size, micro_batch_size)
-        return max(visit.peak_gib for visit in self.visits if visit[:2] == shape)
 
 
 def micro_sizes(rows: int) -> list[int]:
@@ -84,16 +80,15 @@ def micro_sizes(rows: int) -> list[int]:
     return sorted({ceil(rows / count) for count in counts})
 
 
-def next_micro_batch_size(measurements: Measurements, global_batch_size: int) -> int | None:
-    """Return the micro-batch to time next for a global batch.
+def next_micro_batch_size(measurements: Measurements) -> int | None:
+    """Return the micro-batch to time next.
 
     Returns:
         Rows of a micro-batch; None if enough is measured to choose the best one.
     """
-    rows = ceil(global_batch_size / measurements.workers)
-    largest = measurements.largest.get(global_batch_size, 0)
-    sizes = [size for size in micro_sizes(rows) if size <= largest]
-    times = measurements.step_times(global_batch_size)
+    rows = measurements.rank_rows
+    sizes = [size for size in micro_sizes(rows) if size <= measurements.largest]
+    times = measurements.step_times()
     if not times:
         start = ceil(rows / START_ACCUMULATION)
         return next((size for size in sizes if size >= start), sizes[-1] if sizes else None)
@@ -130,109 +125,64 @@ def _next_untimed(sizes: Sequence[int], times: dict[int, list[float]], rows: int
     return smaller[-1] if smaller and fast == min(times) else None
 
 
-def build_rows(global_batch_sizes: Sequence[int], measurements: Measurements) -> list[TrialRow]:
+def build_rows(measurements: Measurements) -> list[TrialRow]:
     """Convert measurements to rows of trials.jsonl.
 
     Returns:
-        A row per measured batch shape, and for each global batch one of the smallest micro-batch
-        that does not fit into memory, if any. They are named s001, s002, ...
+        A row per measured batch shape, and one of the smallest micro-batch that does not fit into
+        memory, if any. They are named s001, s002, ...
     """
+    times = measurements.step_times()
+    step: dict[str, Any] = {
+        "workers": measurements.workers,
+        "global_batch_size": measurements.global_batch_size,
+    }
     rows: list[TrialRow] = []
-    for size in global_batch_sizes:
-        rows += _rows_of(size, measurements)
-    return [replace(row, trial=f"s{number:03}") for number, row in enumerate(rows, 1)]
-
-
-def _rows_of(global_batch_size: int, measurements: Measurements) -> list[TrialRow]:
-    workers = measurements.workers
-    step: dict[str, Any] = {"workers": workers, "global_batch_size": global_batch_size}
-    if global_batch_size < workers:
-        error = f"{global_batch_size} rows are fewer than {workers} workers"
-        return [TrialRow("", "infeasible", error=error, **step)]
-    rank_rows = ceil(global_batch_size / workers)
-    times = measurements.step_times(global_batch_size)
-    rows: list[TrialRow] = []
-    for size in micro_sizes(rank_rows):
-        shape = step | {"micro": size, "accumulation": ceil(rank_rows / size)}
+    for size in micro_sizes(measurements.rank_rows):
+        name = f"s{len(rows) + 1:03}"
+        shape = step | {"micro": size, "accumulation": ceil(measurements.rank_rows / size)}
         if size in times:
             # The lower median, because other programs only slow steps.
             step_s = statistics.median_low(times[size])
+            peaks = [each.peak_gib for each in measurements.visits if each.micro_batch_size == size]
             row = TrialRow(
-                "",
+                name,
                 "finished",
-                samples_per_s=global_batch_size / step_s,
+                samples_per_s=measurements.global_batch_size / step_s,
                 step_p50_s=step_s,
-                peak_gib=measurements.peak_gib(global_batch_size, size),
+                peak_gib=max(peaks),
                 **shape,
             )
             rows.append(row)
-        elif size > measurements.largest.get(global_batch_size, 0):
+        elif size > measurements.largest:
             error = f"micro-batches of {size} rows do not fit into memory"
-            rows.append(TrialRow("", "out_of_memory", error=error, **shape))
+            rows.append(TrialRow(name, "out_of_memory", error=error, **shape))
             break
     return rows
 
 
-def recommend(rows: Sequence[TrialRow], own_global: int | None = None) -> Recommendation | None:
-    """Return the best measured batch shape, and the reason.
-
-    Its global batch is the smallest one with at least 95% of the highest samples/s.
-
-    Args:
-        own_global: Rows of the global batch for which the recipe's learning rate is set. If another
-            one is best, `why` has a hint to search it again. None: no hint.
-
-    Returns:
-        None if no batch shape was measured.
+def recommend(rows: Sequence[TrialRow]) -> Recommendation:
+    """Return the fastest measured micro-batch, or of those within TOLERANCE (2%) of it the one with
+    the least memory, and the reason.
     """
-    best: dict[int, tuple[TrialRow, str]] = {}
-    for size in sorted({row.global_batch_size or 0 for row in rows}):
-        finished = [
-            row for row in rows if row.global_batch_size == size and row.status == "finished"
-        ]
-        if finished:
-            best[size] = pick_fastest(finished)
-    if not best:
-        return None
-    rates = {size: row.samples_per_s or 0.0 for size, (row, _) in best.items()}
-    smallest = min(size for size, rate in rates.items() if rate >= SUFFICIENT * max(rates.values()))
-    row, why = best[smallest]
-    if len(best) > 1:
-        why += (
-            f" {smallest} is the smallest global batch with at least {SUFFICIENT:.0%} of the "
-            "highest samples/s."
-        )
-    if own_global not in (None, smallest):
-        why += (
-            f" The learning rate is still that for {own_global} rows: search it with --goal loss."
-        )
-    return Recommendation(
-        best=row.trial,
-        per_global={str(size): row.trial for size, (row, _) in best.items()},
-        why=why,
-    )
-
-
-def pick_fastest(rows: Sequence[TrialRow]) -> tuple[TrialRow, str]:
-    """Return the fastest measured micro-batch of a global batch, or of those within TOLERANCE (2%)
-    of it the one with the least memory, and the reason.
-    """
-    fastest, *others = sorted(rows, key=lambda row: row.step_p50_s or 0.0)
+    measured = [row for row in rows if row.status == "finished"]
+    fastest, *others = sorted(measured, key=lambda row: row.step_p50_s or 0.0)
     if not others:
-        return fastest, f"{_format_rate(fastest)}; no other shape was measured."
+        why = f"{_format_rate(fastest)}; no other shape was measured."
+        return Recommendation(fastest.trial, why)
     limit_s = (1 + TOLERANCE) * (fastest.step_p50_s or 0.0)
-    near = [row for row in rows if (row.step_p50_s or 0.0) <= limit_s]
+    near = [row for row in measured if (row.step_p50_s or 0.0) <= limit_s]
     best = min(near, key=lambda row: row.peak_gib or 0.0)
     if best is not fastest:
         memory = f"{best.peak_gib:.2f} GiB instead of {fastest.peak_gib:.2f} GiB"
-        return best, (
+        why = (
             f"{_format_rate(best)}, within {TOLERANCE:.0%} of {format_shape(fastest)}, and needs "
             f"{memory}."
         )
+        return Recommendation(best.trial, why)
     ratio = (others[0].step_p50_s or 0.0) / (fastest.step_p50_s or 1.0)
-    return fastest, (
-        f"{_format_rate(fastest)}, {ratio:.2f} x as many as {format_shape(others[0])}."
-    )
+    why = f"{_format_rate(fastest)}, {ratio:.2f} x as many as {format_shape(others[0])}."
+    return Recommendation(fastest.trial, why)
 
 
 def format_shape(row: TrialRow) -> str:

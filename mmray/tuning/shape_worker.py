@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -28,7 +28,7 @@ from mmray.engine.parallel.device_defaults import configure_torch, resolve_auto
 from mmray.engine.parallel.transforms import apply_transforms
 from mmray.engine.run_state import TrainState
 from mmray.engine.step import optimizer_step
-from mmray.errors import OutOfMemoryError, UsageError
+from mmray.errors import UsageError
 from mmray.models.build import build
 from mmray.models.protocol import RANDOM_WEIGHTS
 from mmray.models.synthetic import synthetic_rows
@@ -42,15 +42,10 @@ WINDOW_S = 0.6  # duration of a visit, if a step is shorter
 Report = Callable[[dict[str, str]], Any]  # called with {"status": text} or {"note": text}
 
 
-def measure_shapes(
-    config: Config, group: Group, report: Report, global_batch_sizes: Sequence[int]
-) -> Measurements:
-    """Time batch shapes of each global batch until the best one is known.
+def measure_shapes(config: Config, group: Group, report: Report) -> Measurements:
+    """Time batch shapes of the global batch of a config until the best one is known.
 
     A collective call: all ranks take the same steps on synthetic batches.
-
-    Args:
-        global_batch_sizes: Rows of each global batch, ascending.
 
     Returns:
         The Measurements, equal on all ranks.
@@ -67,26 +62,19 @@ def measure_shapes(
     report({"status": "building the model"})
     model = build_model(config, group, report)
     objective = objectives.build(config.objective)
-    measurements = Measurements(group.world_size)
-    global_batch_sizes = [size for size in global_batch_sizes if size >= group.world_size]
+    size = config.batch.global_
+    assert size is not None, "resolved by the driver"
     report({"status": "searching the largest micro-batch that fits"})
-    for size in global_batch_sizes:
-        shape = BatchShape(size, ceil(size / group.world_size), group.world_size, auto=True)
-        try:
-            shape, _ = dry_run(config, model, objective, group, shape, steps=1)
-        except OutOfMemoryError:
-            if not measurements.largest:
-                raise
-            break  # the outputs of all rows of a larger global batch do not fit either
-        measurements.largest[size] = shape.micro_batch_size
+    shape = BatchShape(size, ceil(size / group.world_size), group.world_size, auto=True)
+    shape, _ = dry_run(config, model, objective, group, shape, steps=1)
+    measurements = Measurements(size, group.world_size, shape.micro_batch_size)
     state = TrainState.build(config.train, config.optimizer, model, objective, group)
     # Random rows must not lead to infinite weights, whose updates are skipped.
     set_lr(state.optimizer, 0.0)
-    for size in global_batch_sizes:
-        while (micro := next_micro_batch_size(measurements, size)) is not None:
-            if micro not in measurements.step_times(size):
-                report({"status": f"global batch of {size} in micro-batches of {micro}"})
-            measurements.visits.append(time_shape(config, state, size, micro))
+    while (micro := next_micro_batch_size(measurements)) is not None:
+        if micro not in measurements.step_times():
+            report({"status": f"timing micro-batches of {micro}"})
+        measurements.visits.append(time_shape(config, state, micro))
     return measurements
 
 
@@ -113,9 +101,7 @@ def build_model(config: Config, group: Group, report: Report) -> nn.Module:
     return apply_transforms(model, config.train, config.optimizer, group).train()
 
 
-def time_shape(
-    config: Config, state: TrainState, global_batch_size: int, micro_batch_size: int
-) -> Visit:
+def time_shape(config: Config, state: TrainState, micro_batch_size: int) -> Visit:
     """Time steps of a batch shape that fits; a collective call that returns the same on all ranks.
 
     Returns:
@@ -125,7 +111,7 @@ def time_shape(
     _reset_peak_memory(group.device)
     memory = PeakMemory(group.device)
     state = replace(state, memory=memory)
-    rows = ceil(global_batch_size / group.world_size)
+    rows = ceil((config.batch.global_ or 1) / group.world_size)
     batch = synthetic_step(
         partial(synthetic_rows, state.module, config.model, device=group.device),
         micro_batch_size,
@@ -153,7 +139,7 @@ def time_shape(
     own = (float(np.median([time_step() for _ in range(num_steps)])), memory.peak_gib())
     step_s, peak_gib = np.max(group.all_gather_objects(own), axis=0).tolist()
     next_batch.clear()
-    return Visit(global_batch_size, micro_batch_size, step_s, peak_gib)
+    return Visit(micro_batch_size, step_s, peak_gib)
 
 
 def _reset_peak_memory(device: torch.device) -> None:

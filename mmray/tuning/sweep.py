@@ -276,8 +276,7 @@ class SweepState:
         """Write sweep.json with the time used so far.
 
         Args:
-            best: The recommended trial: `best` (name), `why` (the reason) and `per_global`; None if
-                there is none.
+            best: The recommended trial; None if there is none.
         """
         self._summary["status"] = status
         self._summary["recommendation"] = None if best is None else best.to_json()

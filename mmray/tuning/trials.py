@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -70,14 +70,6 @@ class TrialData:
     sets: dict[str, str] = field(default_factory=dict)
     num_rows: int = 0
     held_out_rows: int = 0
-
-
-def is_shape_probe(goal: str, searched: Collection[str]) -> bool:
-    """Return whether a sweep times micro-batches on synthetic batches instead of training trials.
-
-    That is the goal `throughput` if no setting except `batch.global` is searched.
-    """
-    return goal == "throughput" and set(searched) <= {"batch.global"}
 
 
 def default_axes(base: Config, goal: str) -> dict[str, str] | None:

@@ -206,7 +206,6 @@ def make_sweep(folder, trials, **changes):
         "environment": {},
         "recommendation": {
             "best": "t002",
-            "per_global": {"16": "t001", "32": "t002"},
             "why": "t002 is the fastest.",
         },
     }
@@ -247,7 +246,7 @@ def make_learning_sweep(folder):
     rows = [learned("t001", 1e-3), learned("t002", 0.1, "failed", **diverged)]
     rows += [learned(f"t{number:03}", number * 1e-4, "pruned") for number in (4, 3, 5, 6, 7, 8)]
     space = {"optimizer.lr": ["loguniform(1e-05, 0.1)"], "optimizer.betas": [[0.9, 0.98]]}
-    best = {"best": "t001", "per_global": {}, "why": "why"}
+    best = {"best": "t001", "why": "why"}
     return make_sweep(
         folder,
         rows,

@@ -70,20 +70,16 @@ class Device:
 
     def measure(self, global_batch_size, micro):
         shape = self.shape(global_batch_size, micro)
-        return Visit(
-            global_batch_size, micro, self.slowed(self.step_s(shape)), self.peak_gib(shape)
-        )
+        return Visit(micro, self.slowed(self.step_s(shape)), self.peak_gib(shape))
 
 
-def probe(device, *global_batch_sizes):
+def probe(device, size):
     """Measure as a worker group does."""
-    measurements = Measurements(device.workers)
-    for size in global_batch_sizes:
-        sizes = range(1, size // device.workers + 1)
-        fitting = [micro for micro in sizes if device.fits(device.shape(size, micro))]
-        measurements.largest[size] = max(fitting)
-        while (micro := next_micro_batch_size(measurements, size)) is not None:
-            measurements.visits.append(device.measure(size, micro))
+    sizes = range(1, size // device.workers + 1)
+    fitting = [micro for micro in sizes if device.fits(device.shape(size, micro))]
+    measurements = Measurements(size, device.workers, max(fitting))
+    while (micro := next_micro_batch_size(measurements)) is not None:
+        measurements.visits.append(device.measure(size, micro))
     return measurements
 
 
@@ -93,7 +89,7 @@ def test_choice_is_within_5_percent_of_the_best_shape_in_100_noisy_devices():
         device = Device(seed, noise=0.05)
         global_batch_size = device.workers * device.rng.choice([96, 128, 256, 1000])
         measurements = probe(device, global_batch_size)
-        rows = build_rows([global_batch_size], measurements)
+        rows = build_rows(measurements)
         best = recommend(rows).best
         chosen = next(row.micro for row in rows if row.trial == best)
         sizes = micro_sizes(global_batch_size // device.workers)
@@ -105,17 +101,16 @@ def test_choice_is_within_5_percent_of_the_best_shape_in_100_noisy_devices():
 
 def test_sizes_that_do_not_fit_are_not_timed():
     """43 rows fit: the largest size that divides the rows evenly is 32."""
-    measurements = Measurements(1, {256: 43})
+    measurements = Measurements(256, 1, 43)
     tried = []
-    while (micro := next_micro_batch_size(measurements, 256)) is not None:
+    while (micro := next_micro_batch_size(measurements)) is not None:
         tried.append(micro)
-        measurements.visits.append(Visit(256, micro, 1.0 / micro, 1.0))
+        measurements.visits.append(Visit(micro, 1.0 / micro, 1.0))
     assert set(tried) == {4, 8, 16, 32}
-    *finished, last = build_rows([256, 512], measurements)
-    assert {row.status for row in finished[:-1]} == {"finished"}
-    assert (finished[-1].micro, finished[-1].status) == (64, "out_of_memory")
-    assert finished[-1].error == "micro-batches of 64 rows do not fit into memory"
-    assert (last.global_batch_size, last.micro, last.status) == (512, 1, "out_of_memory")
+    *finished, last = build_rows(measurements)
+    assert {row.status for row in finished} == {"finished"}
+    assert (last.micro, last.status) == (64, "out_of_memory")
+    assert last.error == "micro-batches of 64 rows do not fit into memory"
 
 
 def test_rows_of_a_step_are_divided_evenly():
@@ -123,25 +118,12 @@ def test_rows_of_a_step_are_divided_evenly():
     assert micro_sizes(1) == [1]
 
 
-def test_global_batch_below_the_number_of_workers_is_a_row_with_its_reason():
-    measurements = Measurements(16)
-    (row,) = build_rows([8], measurements)
-    assert (row.status, row.error) == ("infeasible", "8 rows are fewer than 16 workers")
-    assert recommend([row]) is None
-
-
-def test_less_memory_wins_within_two_percent_and_a_larger_batch_only_with_more_speed():
-    visits = []
-    for _ in range(6):
-        visits += [Visit(64, 32, 1.0, 2.0), Visit(64, 64, 0.99, 4.0)]
-        visits += [Visit(128, 64, 1.96, 4.0), Visit(128, 128, 2.2, 4.0)]
-    measurements = Measurements(1, {64: 64, 128: 128}, visits)
-    rows = build_rows([64, 128], measurements)
-    best = recommend(rows, own_global=128)
-    shapes = {row.trial: (row.global_batch_size, row.micro) for row in rows}
-    assert shapes[best.best] == (64, 32)
-    assert {size: shapes[name] for size, name in best.per_global.items()} == {
-        "64": (64, 32),
-        "128": (128, 64),
-    }
-    assert "within 2% of micro 64" in best.why and "rate is still that for 128" in best.why
+def test_less_memory_wins_within_two_percent():
+    visits = [Visit(32, 1.0, 2.0), Visit(64, 0.99, 4.0), Visit(16, 1.5, 1.0)]
+    rows = build_rows(Measurements(64, 1, 64, visits))
+    best = recommend(rows)
+    assert {row.trial: row.micro for row in rows}[best.best] == 32
+    assert "within 2% of micro 64" in best.why
+    slower = [*visits[1:], Visit(32, 1.1, 2.0)]
+    best = recommend(build_rows(Measurements(64, 1, 64, slower)))
+    assert "1.11 x as many as micro 32" in best.why

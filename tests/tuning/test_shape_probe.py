@@ -8,7 +8,7 @@ import io
 import json
 import os
 import signal
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +31,17 @@ from mmray.config import (
     recipes,
     to_yaml,
 )
-from mmray.config.search_space import build_space
 from mmray.console.reporter import ConsoleReporter
 from mmray.engine import memory_probe
 from mmray.engine.batch import resolve_batch_shape
 from mmray.engine.collectives import Group
-from mmray.errors import OutOfMemoryError, TrainingError, UsageError
+from mmray.errors import OutOfMemoryError, TrainingError
 from mmray.models.two_tower import TwoTower
 from mmray.sweep_files import TrialRow
 from mmray.training.ray_backend import cause_in_group
 from mmray.tuning import shape_probe, shape_worker
-from mmray.tuning.shape import Measurements, Visit
-from mmray.tuning.shape_probe import best_recipe, plan_measurements, probe_shapes
+from mmray.tuning.shape import Measurements
+from mmray.tuning.shape_probe import best_recipe, probe_shapes
 from mmray.tuning.shape_worker import measure_shapes
 from tests.bench.test_step import tiny
 from tests.spawn import spawn_workers
@@ -99,7 +98,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_command_writes_shapes_and_a_recipe_with_its_reason(tmp_path: Path, quick: None) -> None:
-    """One worker, in a process of this machine, for two global batches."""
+    """One worker, in a process of this machine."""
     sections: dict[str, Any] = {
         "train": Train(steps=9),
         "batch": Batch(micro=4, global_=16),
@@ -109,31 +108,27 @@ def test_command_writes_shapes_and_a_recipe_with_its_reason(tmp_path: Path, quic
     base = at(tmp_path, tiny(**sections))
     (tmp_path / "mine.yaml").write_text(to_yaml(base))
     text = io.StringIO()
-    words = ["tune", str(tmp_path / "mine.yaml"), "--batch.global", "8,12"]
+    words = ["tune", str(tmp_path / "mine.yaml"), "--batch.global", "12"]
     assert cli.run(words, ConsoleReporter(Console(file=text, width=160))) == 0
     folder = tmp_path / "custom-tune"
     rows, summary = rows_of(folder), json.loads((folder / "sweep.json").read_text())
     assert {row["status"] for row in rows} == {"finished"}
-    for size, sizes in ((8, {1, 2, 4, 8}), (12, {1, 2, 3, 4, 6, 12})):
-        measured = [row for row in rows if row["global"] == size]
-        assert len(measured) >= 3 and {row["micro"] for row in measured} <= sizes
-        assert all(row["accumulation"] == -(-size // row["micro"]) for row in measured)
+    assert len(rows) >= 3 and {row["micro"] for row in rows} <= {1, 2, 3, 4, 6, 12}
+    assert all(row["accumulation"] == -(-12 // row["micro"]) for row in rows)
     why = summary["recommendation"]["why"]
     best = (folder / "best.yaml").read_text()
     assert best.splitlines()[0] == f"# {why}" and "trains" in why
     recipe = from_yaml(best, "best.yaml")
     chosen = next(row for row in rows if row["trial"] == summary["recommendation"]["best"])
-    assert (recipe.batch.micro, recipe.batch.global_) == (chosen["micro"], chosen["global"])
-    assert recipe.train.steps == -(-9 * 16 // chosen["global"])  # as many samples
-    unscaled = {"train": base.train, "optimizer": base.optimizer}
-    assert recipe.replace(batch=base.batch, run=base.run, **unscaled) == base
+    assert (recipe.batch.micro, recipe.batch.global_) == (chosen["micro"], 12)
+    assert recipe.replace(batch=base.batch, run=base.run) == base
     assert "best.yaml" in text.getvalue()
     assert chosen["trial"] in (folder / "report.html").read_text()
     assert not (folder / "ray").exists()
 
 
 def test_largest_size_is_the_one_of_the_dry_run(tmp_path: Path, quick: None) -> None:
-    sweep = probe_shapes(at(tmp_path, limited()), None, Silent())
+    sweep = probe_shapes(at(tmp_path, limited()), Silent())
     assert [(row.micro, row.status) for row in sweep.trials] == [
         (1, "finished"),
         (2, "finished"),
@@ -146,7 +141,7 @@ def test_largest_size_is_the_one_of_the_dry_run(tmp_path: Path, quick: None) -> 
 
 def test_killed_worker_ends_the_search_with_the_likely_cause(tmp_path: Path, quick: None) -> None:
     with pytest.raises(TrainingError, match=r"SIGKILL .*out of memory"):
-        probe_shapes(at(tmp_path, limited(killed=True)), None, Silent())
+        probe_shapes(at(tmp_path, limited(killed=True)), Silent())
     assert json.loads((tmp_path / "custom-tune" / "sweep.json").read_text())["status"] == "failed"
 
 
@@ -164,22 +159,14 @@ def test_model_of_which_no_row_fits_is_an_error(tmp_path: Path, quick: None) -> 
         OutOfMemoryError,
         match="a single row does not fit",
     ):
-        probe_shapes(at(tmp_path, limited(max_rows=0)), None, Silent())
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_larger_global_batches_are_timed_up_to_the_size_that_fits(quick: None) -> None:
-    base = limited().replace(model=limited().model.with_vocab(32, None))
-    measurements = measure_shapes(base, Group(), lambda _: None, (16, 32))
-    assert measurements.largest == {16: 4, 32: 4}
-    assert {size for visit in measurements.visits for size in [visit.micro_batch_size]} <= {1, 2, 4}
+        probe_shapes(at(tmp_path, limited(max_rows=0)), Silent())
 
 
 def _measure(base: Config, group: Group, folder: Path) -> dict[str, Any]:
     shape_worker.WINDOW_S = 0.0
     base = base.replace(model=base.model.with_vocab(32, None))
     memory_probe.free_memory = lambda: (64 << 30) >> 33 * group.rank
-    measurements = measure_shapes(base, group, lambda _: None, (16,))
+    measurements = measure_shapes(base, group, lambda _: None)
     everywhere = group.all_gather_objects(measurements)
     return {"equal": all(each == measurements for each in everywhere), **asdict(measurements)}
 
@@ -187,66 +174,30 @@ def _measure(base: Config, group: Group, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_measure_together_and_agree(parallel: str, forked_children: None) -> None:
     """If their free memory differs, the micro-batch fits on both."""
-    measured = spawn_workers(_measure, tiny(workers=2, train=Train(parallel=parallel)))
+    base = tiny(workers=2, batch=Batch(micro=1, global_=16), train=Train(parallel=parallel))
+    measured = spawn_workers(_measure, base)
     assert measured["equal"] and measured["workers"] == 2
-    assert measured["largest"] == {16: 1}
-    sizes = [micro for _, micro, *_ in measured["visits"]]
+    assert measured["largest"] == 1
+    sizes = [micro for micro, *_ in measured["visits"]]
     assert set(sizes) == {1}  # of the 8 rows of a rank
 
 
-def test_global_batches_are_measured_in_ascending_order() -> None:
-    base = recipes.load("sample")
-    assert plan_measurements(base, None)[1] == (128,)
-    assert plan_measurements(base, build_space({"batch.global": [256, 64]}))[1] == (64, 256)
-    with pytest.raises(UsageError, match="--goal throughput takes no ranges; list the values"):
-        plan_measurements(base, build_space({"batch.global": "uniform(8,64)"}))
-
-
-def test_best_recipe_keeps_an_elastic_range_and_the_number_of_samples() -> None:
-    base = recipes.load("sample").with_cluster(workers="1-4")
-    best = TrialRow("s001", "finished", micro=32, accumulation=2, workers=4, global_batch_size=256)
+def test_best_recipe_keeps_an_elastic_range_and_the_length() -> None:
+    base = recipes.load("sample").with_cluster(workers="1-4")  # 128 rows of a step
+    best = TrialRow("s001", "finished", micro=16, accumulation=2, workers=4)
     recipe = best_recipe(base, best)
-    assert (recipe.cluster.workers, recipe.train.steps) == ("1-4", 150)  # of 300 x 128
-    assert best_recipe(base, replace(best, global_batch_size=512)).train.steps == 75
-    assert best_recipe(base, replace(best, global_batch_size=100)).train.steps == 384
-    epochs = base.replace(train=base.train.replace(steps=None, epochs=2))
-    assert best_recipe(epochs, best).train == epochs.train
-    of_two = TrialRow(
-        "s002", "finished", micro=64, accumulation=1, workers=2, global_batch_size=128
-    )
-    assert best_recipe(base, of_two).batch.micro == 64
+    assert (recipe.cluster.workers, recipe.train) == ("1-4", base.train)
     assert str(resolve_batch_shape(recipe.batch, 4)) == (
-        "micro 32 x accumulation 2 x workers 4 = 256 rows per step"
+        "micro 16 x accumulation 2 x workers 4 = 128 rows per step"
     )
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (128, None),
-        (
-            512,
-            " train.steps is 75 instead of 300 and optimizer.warmup_steps is 8 instead of 30, for "
-            "as many samples.",
-        ),
-    ],
-)
-def test_changed_number_of_steps_is_in_the_recommendation(
-    size: int, text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured = Measurements(1, {size: 32}, [Visit(size, 32, 0.1, 1.0)])
-    monkeypatch.setattr(shape_probe, "measure", lambda *_: measured)
-    space = build_space({"batch.global": [size]})
-    sweep = probe_shapes(at(tmp_path, recipes.load("sample")), space, Silent())
-    assert sweep.recommendation is not None
-    why = sweep.recommendation.why
-    assert why.endswith(text) if text else "train.steps" not in why
+    of_two = TrialRow("s002", "finished", micro=64, accumulation=1, workers=2)
+    assert best_recipe(base, of_two).batch.micro == 64
 
 
 @pytest.mark.cluster
 def test_ray_workers_measure(local_ray: None, tmp_path: Path) -> None:
     cluster = Cluster(workers=2, accelerator="cpu", cpus_per_worker=1)
-    sweep = probe_shapes(at(tmp_path, limited(cluster=cluster)), None, Silent())
+    sweep = probe_shapes(at(tmp_path, limited(cluster=cluster)), Silent())
     statuses = {row.micro: row.status for row in sweep.trials}
     assert statuses[8] == "out_of_memory" and "finished" in statuses.values()
     assert sweep.summary["workers"] == 2
