@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from mmray.errors import UsageError, first_line
-from mmray.models import open_clip
 from mmray.models.protocol import WeightSource
 from mmray.plugins import check_installed
 
 if TYPE_CHECKING:
-    from mmray.config.model_kinds import ClipFamily, Transformer
+    from mmray.config.model_kinds import Transformer
 
 WEIGHTS_SETTING = "model.weights"
 HAVE_POOLER_OPTION = ("vit", "bert", "roberta", "xlm-roberta", "camembert", "ernie", "albert")
@@ -138,14 +137,6 @@ def read_state_dict(setting: str, file: str, device: str = "cpu") -> dict[str, T
             f"{setting}: {path} is not a state_dict (names to tensors); save `model.state_dict()`"
         )
     return state
-
-
-def read_architecture(spec: ClipFamily) -> dict[str, Any]:
-    """Return the config that a checkpoint file needs, from the shapes of its tensors, which are not
-    read themselves.
-    """
-    state = read_state_dict(WEIGHTS_SETTING, spec.weights, "meta")
-    return {"config": open_clip.hf_config(state, open_clip.rename_to_hf(state), spec)}
 
 
 def load_state(net: nn.Module, state: dict[str, Tensor], problem: str) -> None:
