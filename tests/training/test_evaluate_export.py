@@ -188,7 +188,7 @@ def test_evaluation_of_branches_needs_one_device(
     )
     reporter = runs.Silent()
     found: Any = evaluate_export._evaluate(
-        config, tmp_path, tmp_path / "step-1", "{}", None, None, reporter, [1.0]
+        config, tmp_path, tmp_path / "step-1", "{}", None, None, reporter, 1.0
     )
     assert (config.train.parallel, found.train.parallel) == ("branches", "single")
     assert reporter.notes[1:] == [
@@ -272,13 +272,13 @@ def test_elastic_run_is_evaluated_with_fewer_workers(tmp_path: Path) -> None:
         tmp_path, 3, {"model": built.state_dict()}, {"architecture": built.architecture()}
     )
     progress: list[int] = []
-    [scores] = evaluate_export._score(
+    scores = evaluate_export._score(
         config,
         Group(),
         lambda message: progress.append(message["rows"]),
         held_out.tokenizer_json or "",
         {"": held_out},
-        [partial(load_model, config, found)],
+        partial(load_model, config, found),
     )
     assert scores["rows"] == sum(progress) == 5 and scores["loss"] > 0
 
