@@ -20,7 +20,7 @@ from torch import Tensor
 from mmray.data.images.decode import MAX_PIXELS, BadImage
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.store.manifest import RECORD_BATCH_ROWS
-from mmray.data.store.mixture import ROW_ERRORS, read_each
+from mmray.data.store.mixture import ROW_ERRORS, read_each_when_mounted
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row, hash_key
 from mmray.data.stream.blocks import NO_LABEL, Block
@@ -175,7 +175,8 @@ class EvalReader:
     def _read(self, numbers: np.ndarray) -> list[list[Any] | Exception]:
         """Read rows; a row that fails, or whose media were changed, becomes its exception."""
         out: list[list[Any] | Exception] = []
-        for number, row in zip(numbers.tolist(), read_each(self.prepared, numbers), strict=True):
+        read = read_each_when_mounted(self.prepared, numbers)
+        for number, row in zip(numbers.tolist(), read, strict=True):
             try:
                 if isinstance(row, Exception):
                     raise row

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
+from mmray.data.store.manifest import MANIFEST
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row
+from mmray.storage.outage import Outage, retry_until_back
+from mmray.storage.paths import file_size
+
+_log = logging.getLogger(__name__)
 
 # errors of a row; any other error is a storage failure
 ROW_ERRORS = (FileNotFoundError, ValueError)
@@ -168,3 +174,24 @@ def read_each(
         halves = (rows[:middle], rows[middle:])
         first, second = (read_each(prepared, half, errors, whole_blocks) for half in halves)
         return first + second
+
+
+def read_each_when_mounted(
+    prepared: PreparedSet | PreparedMixture, rows: np.ndarray, whole_blocks: bool = True
+) -> list[Row | Exception]:
+    """Read rows as `read_each`, and wait while the storage of their set has vanished: a missing
+    shard is otherwise a fault of its rows.
+
+    Raises:
+        OSError: The storage was away for an hour.
+    """
+    sets = prepared.sets if isinstance(prepared, PreparedMixture) else (prepared,)
+    while True:
+        read = read_each(prepared, rows, whole_blocks=whole_blocks)
+        if not any(isinstance(each, FileNotFoundError) for each in read):
+            return read
+        away = [each.folder for each in sets if file_size(each.folder / MANIFEST) is None]
+        if not away:
+            return read
+        outage = Outage(away[0], _log.warning, "its rows are waited for")
+        retry_until_back((away[0] / MANIFEST).stat, outage)

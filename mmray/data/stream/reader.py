@@ -7,7 +7,6 @@ order.
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,8 +19,7 @@ from mmray.data.images.decode import MAX_PIXELS, BadImage, decode
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.images.transform import transform
 from mmray.data.media.clips import NUM_CLIP_UNIFORMS, clip_columns
-from mmray.data.store.manifest import MANIFEST
-from mmray.data.store.mixture import PreparedMixture, read_each
+from mmray.data.store.mixture import PreparedMixture, read_each_when_mounted
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Media, Row, hash_key
 from mmray.data.stream.block_fetcher import BlockFetcher
@@ -34,8 +32,6 @@ from mmray.data.stream.order import (
     weighted_choice,
 )
 from mmray.data.text.tokenizer import TextEncoder
-from mmray.storage.outage import Outage, retry_until_back
-from mmray.storage.paths import AnyPath
 
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
@@ -46,15 +42,6 @@ CRASH_NOTE = (
     "have run out of memory: lower --data.workers or --data.block-mb"
 )
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
-
-
-def _has_manifest(folder: AnyPath) -> bool:
-    try:
-        (folder / MANIFEST).stat()
-    except OSError:
-        return False
-    return True
 
 
 class SetReader(ABC):
@@ -97,31 +84,11 @@ class SetReader(ABC):
         stored = np.flatnonzero(row_ids != PADDING)
         rows: list[Row | None] = [None] * len(row_ids)
         whole_blocks = self._request_blocks(plan, positions[stored])
-        read = self._read_each(row_ids[stored], whole_blocks)
+        read = read_each_when_mounted(self.prepared, row_ids[stored], whole_blocks)
         for index, stored_row in zip(stored.tolist(), read, strict=True):
             rows[index] = None if isinstance(stored_row, Exception) else stored_row
         row_hash = np.array([hash_key(row.key) if row else 0 for row in rows], np.int64)
         return rows, row_ids, pass_index, row_hash
-
-    def _read_each(self, row_ids: np.ndarray, whole_blocks: bool) -> list[Row | Exception]:
-        """Read rows as `read_each`, and wait while the storage of their set has vanished: a missing
-        shard is otherwise a fault of its rows.
-        """
-        while True:
-            read = read_each(self.prepared, row_ids, whole_blocks=whole_blocks)
-            folder = None
-            if any(isinstance(each, FileNotFoundError) for each in read):
-                folder = next((each for each in self._folders if not _has_manifest(each)), None)
-            if folder is None:
-                return read
-            outage = Outage(folder, _log.warning, "its rows are waited for")
-            retry_until_back((folder / MANIFEST).stat, outage)
-
-    @property
-    def _folders(self) -> list[AnyPath]:
-        prepared = self.prepared
-        sets = prepared.sets if isinstance(prepared, PreparedMixture) else (prepared,)
-        return [each.folder for each in sets]
 
     def choose_texts(
         self,
