@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar, U
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from mmray.config import LENGTHS, Cluster, Config, EvalSettings, Prepare, override, recipes
+from mmray.config import (
+    LENGTHS,
+    Cluster,
+    Config,
+    EvalSettings,
+    Prepare,
+    from_yaml,
+    override,
+    recipes,
+)
 from mmray.config.base import Section
 from mmray.config.search_space import build_space
 from mmray.console.outcomes import log_manifest, log_outcome, log_sweep
@@ -224,15 +233,17 @@ def score(
     data: SetPath,
     weights: Run | str | Path,
     *,
-    name: str = "clip_score",
+    name: str | None = None,
     embeddings: bool = False,
     captions: str | None = None,
     batch: int = 128,
+    config: str | Path | None = None,
     address: str | None = None,
     reporter: RunReporter | None = None,
 ) -> Manifest:
     """Write the cosine of the embeddings of image and caption of each row of a set (the mean over
-    its captions) as a column of the set.
+    its captions) as a column of the set. A vision-language model writes the log-probabilities of
+    chosen and rejected answers, as the reference model of objective dpo.
 
     The column can be used in `data.where` and by `select`. An interrupted call resumes, and after
     the set grew, only new rows are scored.
@@ -240,11 +251,14 @@ def score(
     Args:
         data: folder of the prepared set, or its address.
         weights: a run, or a folder saved by transformers, a hub name, or an open_clip checkpoint.
-        name: name of the column, for data.where.
+        name: name of the column, for data.where; None: clip_score, or `reference` of a
+            vision-language model, whose columns are NAME_chosen and NAME_rejected.
         embeddings: also write the embeddings of the images, as a column NAME_embedding, for
             `mmray select --deduplicate semantic=0.95`.
         captions: column of the captions to use, if the set has several; None: the first.
         batch: rows that are embedded at a time.
+        config: file that `mmray train ... --print-config` wrote for the run of dpo, with its limits
+            of tokens, images and videos; None: those of the weights.
         address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
         reporter: receives messages and progress by its methods, those of
             `mmray.training.RunReporter`, such as `log(text, label)`; None: they are shown.
@@ -267,12 +281,12 @@ def score(
         from mmray.training.score import score_set
 
         cluster = Cluster(address=address, workers=max(1, count_gpus()))
-        manifest = score_set(
-            str(data), _folder(weights), name, embeddings, captions, batch, cluster, shown
+        settings = None
+        if config is not None:
+            settings = from_yaml(to_path(str(config)).read_bytes(), str(config))
+        return score_set(
+            str(data), _folder(weights), name, embeddings, captions, batch, settings, cluster, shown
         )
-        written = f"{name} and {name}_embedding" if embeddings else name
-        shown.log(f"{written} of {manifest.num_rows:,} rows in {data}", "scored")
-    return manifest
 
 
 def select(

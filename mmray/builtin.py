@@ -53,7 +53,17 @@ COLUMNS = (
 
 QUESTION_COLUMNS = ("prompt", "query", "instruction", "question")
 ANSWER_COLUMNS = ("completion", "response", "output", "answer")
-CHAT_COLUMNS = (*QUESTION_COLUMNS, "input", *ANSWER_COLUMNS, "system", "history")
+CHOSEN_COLUMN = "chosen"
+REJECTED_COLUMNS = ("rejected", "rejected_response", "rejected_messages")
+CHAT_COLUMNS = (
+    *QUESTION_COLUMNS,
+    "input",
+    *ANSWER_COLUMNS,
+    CHOSEN_COLUMN,
+    *REJECTED_COLUMNS,
+    "system",
+    "history",
+)
 """Columns of TRL, ms-swift, Alpaca and sets of questions about images, which become `messages`."""
 
 KEEP_ALL = "all"
@@ -131,6 +141,7 @@ OBJECTIVES = {
     "clip_matching": "mmray.objectives.matching:ClipMatching",
     "classification": "mmray.objectives.cross_entropy:Classification",
     "language_modelling": "mmray.objectives.language_modelling:LanguageModelling",
+    "dpo": "mmray.objectives.preference:Dpo",
 }
 """Objectives (`objective.kind`) by name.
 
@@ -138,6 +149,9 @@ To add one, write a class with the methods of `mmray.objectives.protocol:Objecti
 entry here and a row to the table in mmray/models/README.md. A user's own class needs no entry:
 `--objective.kind my_package.my_module:MyObjective`.
 """
+
+ONLINE_METHODS = ("grpo", "dapo", "gspo", "rloo", "ppo", "reinforce", "online_dpo")
+"""Methods that are no objectives, because they generate the answers that they train on."""
 
 SAMPLE_VLM = "sample-vlm"
 """Value of `data.train` and of `model.weights`: generated conversations, and their tiny model."""

@@ -54,6 +54,11 @@ class Config(Section):
     cluster: Cluster = Cluster()
     run: Run = Run()
 
+    @property
+    def max_row_tokens(self) -> int:
+        """Most tokens of a row: of dpo those of its two conversations."""
+        return int(self.model.inputs.max_tokens) * (2 if self.objective.is_dpo else 1)
+
     def with_cluster(self, **settings: Any) -> Config:
         """Return a copy with some fields of the section `cluster` changed."""
         return self.replace(cluster=self.cluster.replace(**settings))

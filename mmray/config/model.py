@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from mmray import plugins
-from mmray.builtin import KINDS, OBJECTIVES, REMOVED_KINDS
+from mmray.builtin import KINDS, OBJECTIVES, ONLINE_METHODS, REMOVED_KINDS
 from mmray.config.base import Section, check_name, parse_weighted_sum
 from mmray.errors import UsageError
 
@@ -237,6 +237,19 @@ class Objective(Section, settings_prefix="objective"):
         description=f"{', '.join(f'`{name}`' for name in OBJECTIVES)}, your own "
         "`package.module:Class`, or a sum such as `contrastive + 0.5 * matching`.",
     )
+    beta: float = Field(
+        0.1, gt=0, description="Of dpo: strength with which the model stays near its reference."
+    )
+    loss_type: Literal["sigmoid", "sigmoid_norm", "ipo"] = Field(
+        "sigmoid",
+        description="Of dpo: `sigmoid`, `sigmoid_norm` (by the mean over the tokens of an answer, "
+        "not their sum) or `ipo`, as in TRL.",
+    )
+    reference: str = Field(
+        "reference",
+        description="Of dpo: the column of the reference model's log-probabilities that `mmray "
+        "score` wrote, or `adapters_off`, the model without its LoRA adapters.",
+    )
 
     @property
     def terms(self) -> dict[str, float]:
@@ -245,10 +258,21 @@ class Objective(Section, settings_prefix="objective"):
         """
         return parse_terms(self.kind)
 
+    @property
+    def is_dpo(self) -> bool:
+        """Whether it trains on rows with a chosen and a rejected answer."""
+        return "dpo" in self.terms
+
     @field_validator("kind")
     @classmethod
     def _check_terms(cls, kind: str) -> str:
         for name in parse_terms(kind):
+            if name.lower() in ONLINE_METHODS:
+                raise ValueError(
+                    f"`{name}` generates the answers that it trains on, with an inference engine "
+                    "next to training. mmray trains on stored rows: use `dpo` with stored answers, "
+                    "or TRL or verl"
+                )
             check_name(name, OBJECTIVES)
         return kind
 

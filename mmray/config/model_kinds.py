@@ -443,8 +443,8 @@ class VlmInputs(Section, settings_prefix="model.inputs"):
     max_tokens: int = Field(
         4096,
         ge=4,
-        description="Maximum number of tokens of a row with its images; longer rows are "
-        "quarantined, because a cut may go through an image.",
+        description="Maximum number of tokens of a conversation with its images; rows with a "
+        "longer one are quarantined, because a cut may go through an image.",
     )
     max_pixels: int | None = Field(
         None, ge=1, description="Most pixels of an image after resizing; None: the processor's."
@@ -475,7 +475,7 @@ class Vlm(Model):
     """
 
     branches = ("vision", "audio", "language")
-    objectives = ("language_modelling",)
+    objectives = ("language_modelling", "dpo")
     generates_text = True
 
     inputs: VlmInputs = VlmInputs()  # type: ignore[assignment]

@@ -20,10 +20,14 @@ import orjson
 # {"role": "system" | "developer" | "user" | "assistant" | "tool", "content": [part, ...]}; a part
 # is {"type": "text", "text": ...}, or {"type": "image", "text": None}, which is the next image of
 # the row; `video` and `audio` alike. Further fields: `weight` (a factor of the loss; 1 if missing),
-# those that chat templates read (_TEMPLATE_FIELDS), and, in the first message, `tools` of the row.
+# those that chat templates read (_TEMPLATE_FIELDS), in the first message `tools` of the row, and
+# REJECTED.
 Message = dict[str, Any]
 Part = dict[str, str | None]
 
+# Field of a message of the assistant: the messages of a rejected answer, which replace this message
+# and those after it.
+REJECTED = "rejected"
 MAX_MESSAGE_BYTES = 64 * 1024  # limit of the text of a message, the same as of a caption
 # A message of these is a call, or several, as JSON.
 _CALL_ROLES = ("function_call", "tool_call")
@@ -36,7 +40,7 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # as in tran
 # Fields that chat templates read, with their types.
 _TEMPLATE_FIELDS = {"reasoning_content": str, "tool_calls": list, "tool_call_id": str, "name": str}
 _BASIC_FIELDS = frozenset(("role", "from", "content", "value"))  # most messages have no others
-_USED_FIELDS = {*_BASIC_FIELDS, "function_call", *_TEMPLATE_FIELDS}
+_USED_FIELDS = {*_BASIC_FIELDS, "function_call", REJECTED, *_TEMPLATE_FIELDS}
 _USED_FIELDS |= {*_WEIGHT_FIELDS, *_REASONING_FIELDS}
 # Control characters but tab, line feed and carriage return, and the byte order mark
 _REMOVED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufeff]")
@@ -135,7 +139,7 @@ def parse_messages(value: Any, num_media: Mapping[str, int]) -> Conversation:
     unplaced = places.unplaced()
     messages = insert_media(messages, unplaced)
     places.add_mark_notices()
-    notices = sorted(places.notices)
+    notices = sorted(places.notices) + _check_rejected(messages)
     for message in messages:
         # A user's turn may consist of media only, and a tool may return nothing.
         is_empty = _has_only_text(message) and not message_text(message).strip()
@@ -296,14 +300,16 @@ def _parse_message(item: Any, places: _Places) -> Message:
     """Return a message, and add the places of its media. Raises ValueError."""
     if not isinstance(item, dict):
         raise ValueError(f"a message must be {{role, content}} (got {str(item)[:80]!r})")
+    role = role_of(item)
     name = item.get("role") or item.get("from")
-    lower = name.lower() if isinstance(name, str) else ""
-    role = _ROLES.get(lower)
     if role is None:
         raise ValueError(
             f"the role of a message must be one of {', '.join(_ROLES)} (got {str(name)[:40]!r})"
         )
+    lower = name.lower()
     fields = _parse_fields(item, role)
+    if item.get(REJECTED) is not None:
+        fields[REJECTED] = _parse_rejected(item[REJECTED], role)
     content = _content(item)
     if lower in _CALL_ROLES:
         fields["tool_calls"] = _parse_calls(content)
@@ -326,6 +332,65 @@ def _parse_message(item: Any, places: _Places) -> Message:
     if num_bytes > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {num_bytes} bytes is over {MAX_MESSAGE_BYTES}")
     return {"role": role, "content": parts} | fields
+
+
+def role_of(item: dict[str, Any]) -> str | None:
+    """Return the role of a message of a source, such as `assistant` for `gpt`; None: unknown."""
+    name = item.get("role") or item.get("from")
+    return _ROLES.get(name.lower()) if isinstance(name, str) else None
+
+
+def _parse_rejected(value: Any, role: str) -> list[Message]:
+    """Return the messages of a rejected answer. Raises ValueError."""
+    if role != "assistant" or not isinstance(value, list):
+        raise ValueError("a rejected answer must be in place of a message of the assistant")
+    if not value:
+        raise ValueError("the rejected answer is empty, or equal to the chosen one")
+    places = _Places({}, has_parts=True)
+    items = [turn for item in value for turn in _split_blocks(item)]
+    messages = [_parse_message(item, places) for item in items]
+    if places.media:
+        raise ValueError("a rejected answer has media: put them into the prompt")
+    if messages[0]["role"] != "assistant" or not any(map(_is_target, messages)):
+        raise ValueError("a rejected answer needs a text of the assistant, and starts with it")
+    return messages
+
+
+def _check_rejected(messages: list[Message]) -> list[str]:
+    """Return the notice of a row with a rejected answer. Raises ValueError."""
+    having = [number for number, message in enumerate(messages) if REJECTED in message]
+    if not having:
+        return []
+    [first, *others] = having
+    chosen = [
+        {name: value for name, value in message.items() if name != REJECTED}
+        for message in messages[first:]
+    ]
+    if others:
+        raise ValueError("the row has several rejected answers: write a row for each")
+    if chosen == messages[first][REJECTED]:
+        raise ValueError("the chosen and the rejected answer are equal: there is nothing to learn")
+    if not any(map(_is_target, chosen)):
+        raise ValueError("the chosen answer has no text of the assistant")
+    if "user" not in [message["role"] for message in messages[:first]]:
+        raise ValueError("no message before the answers is the user's")
+    if not all(map(_has_only_text, chosen)):
+        raise ValueError("a chosen answer has media: put them into the prompt")
+    return ["a rejected answer, which only objective dpo uses"]
+
+
+def split_rejected(messages: Sequence[Message]) -> tuple[list[Message], list[Message]] | None:
+    """Return the conversation with the chosen and the one with the rejected answer, without weights
+    of the messages before the answers, which are no targets; None for a row without both.
+    """
+    first = next((number for number, each in enumerate(messages) if REJECTED in each), None)
+    if first is None:
+        return None
+    prompt = [
+        message | {"weight": 0.0} if message["role"] == "assistant" else message
+        for message in messages[:first]
+    ]
+    return [*prompt, *messages[first:]], [*prompt, *messages[first][REJECTED]]
 
 
 def _parse_fields(item: dict[str, Any], role: str) -> dict[str, Any]:

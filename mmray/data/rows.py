@@ -592,7 +592,7 @@ def _single_column(
         if missing == "no-text" and "label" in values:
             hint = "; a label gives a caption only if it is the name of a class"
         elif missing == "no-text" and "chosen" in values:
-            hint = "; no objective takes preferences: --columns completion=chosen takes one side"
+            hint = "; chosen needs rejected, or --columns completion=chosen"
         raise BadRow(
             "columns",
             missing,

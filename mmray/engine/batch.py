@@ -209,7 +209,7 @@ def _resolve_by_tokens(batch: Batch, world_size: int, max_row_tokens: int) -> Ba
     if batch.tokens < max_row_tokens:
         raise UsageError(
             f"batch.tokens: {batch.tokens:,} tokens are fewer than a row may have "
-            f"(model.inputs.max_tokens {max_row_tokens:,}); set at least {max_row_tokens}, or "
+            f"({max_row_tokens:,} by model.inputs.max_tokens); set at least {max_row_tokens}, or "
             "lower --model.inputs.max-tokens"
         )
     rows = batch.tokens // max_row_tokens

@@ -31,7 +31,7 @@ from mmray.data.stream.collate import PixelMemory, iter_micro_batches
 from mmray.data.stream.order import ResumePoint, SamplePlan
 from mmray.data.stream.reader import Block
 from mmray.data.vlm.collate import iter_row_batches
-from mmray.data.vlm.reader import ConversationReader
+from mmray.data.vlm.reader import ConversationReader, ReferenceLogProbs
 from mmray.engine import loop, precision
 from mmray.engine.bad_rows import quarantine_bad_rows
 from mmray.engine.batch import BatchShape
@@ -122,7 +122,7 @@ def train_worker(
     checkpoint = None if resume_point.checkpoint is None else to_path(resume_point.checkpoint)
     config, built, base = _build_for_device(config, plan, checkpoint, group, driver)
     context = replace(context, config=config)
-    model = _prepare_model(context, group, built, driver)
+    model = _prepare_model(context, group, built, checkpoint is None, driver)
     objective = objectives.build(config.objective)
     batch_shape, memory_table = _dry_run(context, model, objective, group, plan.steps, driver)
     context = replace(context, batch_shape=batch_shape)
@@ -275,6 +275,24 @@ def _frozen_base(
     return FrozenBase(weights, group.call_on_rank0(checked_hash), lora.frozen_names(model))
 
 
+def _set_reference(model: Any, references: ReferenceLogProbs, is_start: bool, group: Group) -> None:
+    """Set that a model trains on pairs of answers, and check that it starts as the reference model
+    that wrote their log-probabilities. A collective call.
+
+    Raises UsageError on every rank.
+    """
+    model.pairs = True
+    model.has_reference = references.chosen is not None
+    if model.has_reference and is_start:
+        digest = group.call_on_rank0(lambda: lora.hash_weights(model))
+        if digest != references.digest:
+            raise UsageError(
+                f"objective.reference: `{references.column}` of the set is of "
+                f"{references.weights}, whose weights are not those of model.weights. Run `mmray "
+                "score` with the weights of the run, with another --name and --objective.reference"
+            )
+
+
 def _callbacks(
     context: WorkerContext,
     rank0_checkpoints: CheckpointManager | None,
@@ -323,7 +341,9 @@ def _micro_batches(
     size = context.batch_shape.micro_batch_size
     if isinstance(context.reader, ConversationReader):
         vlm: Any = model
-        return iter_row_batches(rows, start.plan, start.step, group.rank, size, vlm.collator())
+        return iter_row_batches(
+            rows, start.plan, start.step, group.rank, size, vlm.collator(vlm.pairs)
+        )
     eager = config.train.compile == "none" and group.device.type == "cpu"
     return iter_micro_batches(
         rows,
@@ -365,14 +385,19 @@ def _earns_compile(
 
 
 def _prepare_model(
-    context: WorkerContext, group: Group, model: Model, driver: DriverHandle
+    context: WorkerContext, group: Group, model: Model, is_start: bool, driver: DriverHandle
 ) -> nn.Module:
     """Apply the settings of `train` to a model; shard it if it will be, otherwise it is not wrapped
-    yet.
+    yet. `is_start`: no checkpoint will be loaded.
     """
+    references = getattr(context.reader, "references", None)
+    if references is not None:
+        _set_reference(model, references, is_start, group)
     config = context.config
     train = context.config.train
     transformed = apply_transforms(model, train, config.optimizer, group, driver.notify)
+    if references is not None and references.chosen is None:
+        lora.check_only_adapters(transformed)
     if context.eval_sets:
         check_evaluable(config, transformed)
     strategy = strategy_class(train)(group, precision.DTYPES[train.precision])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +28,7 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Media, Row
 from mmray.data.vlm.chat_template import RowError
 from mmray.data.vlm.encoder import EncodedRow
-from mmray.data.vlm.reader import ConversationReader
+from mmray.data.vlm.reader import ADAPTERS_OFF, ConversationReader, ReferenceLogProbs
 from mmray.evaluation.answers import References, anls, exact_match, vqa_accuracy
 from mmray.evaluation.batches import EvalReader, Group, OnProgress, SaveExamples
 from mmray.evaluation.embeddings import eval_mode, in_lockstep, steps_in_lockstep
@@ -56,6 +57,10 @@ class Answer(NamedTuple):
     text: str
 
 
+# Metrics of dpo, in the order in which they are summed.
+PREFERENCE_METRICS = ("reward_margin", "reward_accuracy", "reward_chosen", "reward_rejected")
+
+
 class ConversationEvaluator(EvalReader):
     """Computes loss, perplexity and the scores of generated answers of a vision-language model.
 
@@ -80,6 +85,12 @@ class ConversationEvaluator(EvalReader):
         batch = min(MAX_BATCH, config.evaluate.batch)
         super().__init__(prepared, config.evaluate.replace(batch=batch), on_progress)
         self.reader = ConversationReader(prepared, spec, max_pixels, config.data)
+        self.pair_reader: ConversationReader | None = None
+        if config.objective.is_dpo:
+            references = ReferenceLogProbs(config.objective.reference)
+            self.pair_reader = ConversationReader(
+                prepared, spec, max_pixels, config.data, references
+            )
 
     @torch.no_grad()
     def score(
@@ -98,7 +109,7 @@ class ConversationEvaluator(EvalReader):
             model: The vision-language model, not wrapped by DDP. It may be sharded by FSDP, whose
                 ranks must make the same calls; ranks with fewer readable rows then call it with a
                 synthetic row, which is not counted.
-            objective: Unused; the loss is the cross-entropy of the assistant's tokens.
+            objective: For the metrics of dpo; the loss is the assistant's cross-entropy.
             global_batch_size: Unused.
             save_examples: Called with some generated answers, what `answer_examples` returns and
                 `rows` (the content of examples.json). Given on one rank or none; None: not called.
@@ -107,15 +118,17 @@ class ConversationEvaluator(EvalReader):
             Equal on all ranks: `loss` (mean over the assistant's tokens), `perplexity`,
             `token_accuracy` (0 to 1), `tokens`, `rows` and `bad_rows` (counts). With
             `evaluate.num_generations` also `exact_match`, `vqa_accuracy` and `anls` (0 to 1),
-            `answered` (rows with a generated answer), and those of `evaluate.metrics`.
+            `answered` (rows with a generated answer), and those of `evaluate.metrics`. With dpo
+            also `preference_loss` and PREFERENCE_METRICS.
 
         Raises:
             DataError: No row is readable; raised on every rank.
         """
         self.reader.__dict__["encoder"] = model.encoder  # otherwise the processor is loaded twice
         with eval_mode(model):
-            sums = self._sum_losses(model, group)
-        loss, tokens, correct, rows = group.all_gather_variable(sums[None]).sum(0).tolist()
+            sums = self._sum_losses(model, group, objective)
+        totals = group.all_gather_variable(sums[None]).sum(0).tolist()
+        loss, tokens, correct, rows, *of_pairs = totals
         bad_rows = self.count_bad_rows(int(rows), group)
         answers: list[Answer] = []
         if self.settings.num_generations:
@@ -132,6 +145,7 @@ class ConversationEvaluator(EvalReader):
             "tokens": tokens,
             "rows": rows,
             "bad_rows": float(bad_rows),
+            **_preference_metrics(*of_pairs),
         }
         if not answers:
             return metrics
@@ -140,10 +154,28 @@ class ConversationEvaluator(EvalReader):
         scores = answer_scores(texts, references)
         return self.add_own_metrics(scores | metrics, group, texts, references)
 
-    def _sum_losses(self, model: Vlm, group: Group) -> Tensor:
-        """Return loss, target tokens, correct ones and rows of this rank, float64 [4]."""
+    def _open_pairs(self, model: Vlm) -> ConversationReader | None:
+        """Return the reader of pairs if log-probabilities of the reference model are known."""
+        if self.pair_reader is None or self.pair_reader.references is None:
+            return None
+        self.pair_reader.__dict__["encoder"] = model.encoder
+        column = self.pair_reader.references.column
+        if column == ADAPTERS_OFF:
+            is_known = any(hasattr(layer, "lora_A") for layer in model.modules())
+        else:
+            is_known = f"{column}_chosen" in self.prepared.manifest.columns
+        if not is_known:
+            return None
+        model.has_reference = column != ADAPTERS_OFF
+        return self.pair_reader
+
+    def _sum_losses(self, model: Vlm, group: Group, objective: Objective | None) -> Tensor:
+        """Return sums of this rank, float64 [10]: loss, target tokens, correct ones and rows, and
+        of dpo the number of rows, the loss, and PREFERENCE_METRICS.
+        """
         collate = model.collator()
-        sums = torch.zeros(4, dtype=torch.float64)
+        pairs = self._open_pairs(model)
+        sums = torch.zeros(6 + len(PREFERENCE_METRICS), dtype=torch.float64)
         batches = self.batches(group.rank, group.world_size, self.settings.limit)
         for part in steps_in_lockstep(model, batches, group):
             encoded: list[EncodedRow] = []
@@ -157,7 +189,37 @@ class ConversationEvaluator(EvalReader):
                 sums[0] += outputs["loss_sum"].double().cpu()
                 sums[1] += len(batch["targets"])
                 sums[2] += outputs["num_correct"].double().cpu()
+            if pairs is not None and objective is not None:
+                sums[4:] += self._sum_pairs(model, group, pairs, objective, part or ())
         return sums
+
+    def _sum_pairs(
+        self,
+        model: Vlm,
+        group: Group,
+        pairs: ConversationReader,
+        objective: Objective,
+        part: Sequence[tuple[int, Row]],
+    ) -> Tensor:
+        """Return the number of rows with both answers, their loss, and the sums of the metrics."""
+        values = self.prepared.columns(np.array([number for number, _ in part], np.int64))
+        column = pairs.references.column if pairs.references is not None else ""
+        encoded = []
+        for (_, row), columns in zip(part, values, strict=True):
+            names = (f"{column}_chosen", f"{column}_rejected")
+            reference = np.array([columns.get(name) for name in names], np.float64)
+            if model.has_reference and np.isnan(reference).any():
+                continue
+            with suppress(BadImage, RowError):
+                encoded.append(replace(pairs.encode_row(row), reference=reference))
+        if not encoded and not in_lockstep(model, group):
+            return torch.zeros(2 + len(PREFERENCE_METRICS), dtype=torch.float64)
+        batch = model.collator(pairs=True)(encoded)
+        batch = {name: each.to(group.device) for name, each in batch.items()}
+        batch["valid"] = torch.ones(len(encoded), dtype=torch.bool, device=group.device)
+        loss, count, sums = objective.compute_loss(model(batch), batch)
+        parts = [count, loss, *(sums[name] for name in PREFERENCE_METRICS)]
+        return torch.stack([each.double().cpu() for each in parts])
 
     def _encode(self, row: Row) -> list[EncodedRow]:
         """Return the conversations of a row: one, or one for each caption. Raises as
@@ -205,6 +267,12 @@ class ConversationEvaluator(EvalReader):
                     for (number, texts), answer in zip(references, answers, strict=True)
                 ]
         return sorted(chain.from_iterable(group.all_gather_objects(own_answers)))
+
+
+def _preference_metrics(num_pairs: float, *sums: float) -> dict[str, float]:
+    """Return the means over rows with both answers; {} without such rows."""
+    names = ("preference_loss", *PREFERENCE_METRICS)
+    return {name: value / num_pairs for name, value in zip(names, sums, strict=True) if num_pairs}
 
 
 def without_reasoning(text: str) -> str:

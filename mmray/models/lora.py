@@ -8,7 +8,8 @@ frozen weights, which are read from `model.weights` again. Source: Hu et al. 202
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -126,15 +127,32 @@ def frozen_base(model: nn.Module, weights: str) -> FrozenBase:
     """
     names = frozen_names(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    sha256 = _hash_tensors({name: parameters[name] for name in names})
+    return FrozenBase(weights, sha256, names)
 
+
+def hash_weights(model: nn.Module) -> str:
+    """Return a hex digest of the weights of a model on the CPU without its adapters, the same with
+    and without them.
+    """
+    return _hash_tensors(
+        {
+            name.replace(".base_layer.", "."): weight
+            for name, weight in model.named_parameters()
+            if ".lora_" not in name
+        }
+    )
+
+
+def _hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     def digest(name: str) -> str:
-        weight = parameters[name].detach().contiguous()
+        weight = tensors[name].detach().contiguous()
         data = weight.reshape(-1).view(torch.uint8).numpy().data
         return f"{name} {weight.dtype} {tuple(weight.shape)} {hashlib.sha256(data).hexdigest()}\n"
 
     # Hashing releases the interpreter's lock.
-    lines = "".join(iter_parallel(digest, sorted(names)))
-    return FrozenBase(weights, hashlib.sha256(lines.encode()).hexdigest(), names)
+    lines = "".join(iter_parallel(digest, sorted(tensors)))
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def add_adapters(model: nn.Module, lora: Lora) -> None:
@@ -187,6 +205,37 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
     )
     for weight in trained:
         weight.requires_grad_(True)
+
+
+@contextmanager
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
+    """Scope in which the layers of a model compute without their adapters."""
+    # `enable_adapters` of peft would also change `requires_grad`.
+    layers: list[Any] = [each for each in model.modules() if hasattr(each, "lora_A")]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def check_only_adapters(model: nn.Module) -> None:
+    """Raise UsageError if a model trains other weights than adapters, so that without its adapters
+    it would not be the one that the run started with.
+    """
+    others = [
+        name
+        for name, weight in model.named_parameters()
+        if weight.requires_grad and ".lora_" not in name
+    ]
+    if others:
+        raise UsageError(
+            f"objective.reference adapters_off: {', '.join(others[:3])} are trained fully, so the "
+            "model without its adapters is no fixed reference. Freeze them (--optimizer.freeze "
+            "projector), or score the set and leave out --objective.reference"
+        )
 
 
 def _trained_weights(model: nn.Module, patterns: str) -> list[nn.Parameter]:

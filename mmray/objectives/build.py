@@ -25,6 +25,8 @@ from mmray.objectives.protocol import (
 if TYPE_CHECKING:
     from mmray.config import Objective as ObjectiveConfig
 
+# Built-in objectives with settings.
+WITH_SETTINGS = ("dpo",)
 REQUIRED = ("gathered_outputs", "scalar_output_names", "count", "compute_loss")
 
 
@@ -38,7 +40,8 @@ def build(config: ObjectiveConfig) -> Objective:
     terms = []
     for name, weight in config.terms.items():
         objective_class = plugins.load_part(name, "objective.kind", OBJECTIVES)
-        objective = objective_class() if name in OBJECTIVES else objective_class(config)
+        takes_settings = name not in OBJECTIVES or name in WITH_SETTINGS
+        objective = objective_class(config) if takes_settings else objective_class()
         missing = [part for part in REQUIRED if not hasattr(objective, part)]
         if missing:
             raise UsageError(

@@ -15,7 +15,7 @@ from mmray.data.images.decode import BadImage
 from mmray.data.images.read import is_inside
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.media.excerpt import make_excerpt
-from mmray.data.messages import message_text, to_json
+from mmray.data.messages import REJECTED, message_text, to_json
 from mmray.data.store.manifest import RECORD_BATCH_ROWS
 from mmray.data.store.mixture import ROW_ERRORS, read_each
 from mmray.data.store.prepared_set import PreparedSet
@@ -349,7 +349,7 @@ class _RowViewer:
         turns = []
         for message in row.messages or ():
             parts: list[dict[str, Any]] = [
-                {"text": f"{name}: {value if isinstance(value, str) else to_json(value).decode()}"}
+                {"text": f"{name}: {_shown_field(name, value)}"}
                 for name, value in message.items()
                 if name not in ("role", "content")
             ]
@@ -413,3 +413,10 @@ def _describe_media(media: Any) -> str:
     if media.channels and media.kind == "audio":
         parts.append(f"{media.channels} channel{'s' * (media.channels > 1)}")
     return ", ".join(parts) or "not checked"
+
+
+def _shown_field(name: str, value: Any) -> str:
+    """Return a field of a message as text: of a rejected answer its texts, of others JSON."""
+    if name == REJECTED:
+        return "\n".join(map(message_text, value))
+    return value if isinstance(value, str) else to_json(value).decode()

@@ -138,7 +138,9 @@ class Attempt:
         max_pixels = max(config.prepare.max_pixels, resolved.train_set.max_pixels)
         reader: RowReader | ConversationReader
         if isinstance(config.model, Vlm):
-            reader = ConversationReader(resolved.train_set, config.model, max_pixels, config.data)
+            reader = ConversationReader(
+                resolved.train_set, config.model, max_pixels, config.data, resolved.references
+            )
         else:
             reader = RowReader(
                 resolved.train_set,
@@ -184,7 +186,7 @@ def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None) -> ResumePoi
         plan = TokenPlan(
             **vars(plan),
             num_tokens=resolved.token_lengths,
-            max_row_tokens=config.model.inputs.max_tokens,
+            max_row_tokens=config.max_row_tokens,
             max_tokens=shape.micro_tokens,
             padded=not resolved.is_packed,
             ranks_per_group=ranks_per_group,

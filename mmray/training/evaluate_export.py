@@ -473,6 +473,26 @@ def load_model(config: Config, checkpoint: AnyPath | None) -> nn.Module:
     return model
 
 
+# The model of this process by its digest: loading one takes seconds.
+_MODELS: dict[str, nn.Module] = {}
+
+
+def cached_model(
+    config: Config, checkpoint: str | None, digest: str, device: torch.device
+) -> nn.Module:
+    """Return a model on a device with merged adapters, which this process keeps until it loads
+    another one.
+
+    Args:
+        digest: Hash of the model.
+    """
+    if digest not in _MODELS:
+        _MODELS.clear()
+        path = None if checkpoint is None else to_path(checkpoint)
+        _MODELS[digest] = lora.merge_adapters(load_model(config, path)).to(device)
+    return _MODELS[digest]
+
+
 def _open_held_out(
     config: Config, folder: AnyPath, split: str, reporter: RunReporter
 ) -> dict[str, PreparedSet]:

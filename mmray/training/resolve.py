@@ -36,6 +36,7 @@ from mmray.data.text.tokenizer import TextEncoder, declared_pad_id
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.data.vlm.encoder import encoder_arguments
 from mmray.data.vlm.families import MODEL_CONFIG, find_family, is_packable, read_config
+from mmray.data.vlm.reader import ReferenceLogProbs
 from mmray.data.vlm.sample import generate_model
 from mmray.data.vlm.token_counter import ProcessorCounter, UnusedTextSearch
 from mmray.engine.bad_rows import MAX_BAD_ROWS
@@ -45,6 +46,7 @@ from mmray.evaluation.build import check_eval_sets, describe_code_names
 from mmray.report.run import format_setting
 from mmray.storage.paths import AnyPath, RemotePath, to_path
 from mmray.training import RunReporter
+from mmray.training.references import check_held_out, open_references
 
 TrainSet = PreparedSet | PreparedMixture
 # Settings of `prepare` that are what it may read and how; the rows do not depend on them.
@@ -70,11 +72,12 @@ class ResolvedRun:
         batch_shape: Global batch and micro-batches with the largest number of workers.
         data_identity: Content of data.json, equal whenever the run is resumed: `train` (sets and
             weights as text), `fingerprint` (hex digest of the training rows), `num_rows` (of an
-            epoch), `tokenizer` (SHA-256 of tokenizer.json in hexadecimal) and `order` (version of
-            the sample order).
+            epoch), `tokenizer` (SHA-256 of tokenizer.json in hexadecimal), `order` (version of
+            the sample order), and with dpo `reference` (column and hash of the reference model).
         token_lengths: Tokens of each row of the training set, if `batch.tokens` divides the rows
             of a step; otherwise None.
         is_packed: Whether the rows of a micro-batch are packed, not padded.
+        references: Log-probabilities of the reference model, of objective dpo; otherwise None.
     """
 
     config: Config
@@ -86,6 +89,7 @@ class ResolvedRun:
     data_identity: dict[str, Any]
     token_lengths: MappedArray | None = None
     is_packed: bool = True
+    references: ReferenceLogProbs | None = None
 
 
 def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
@@ -106,7 +110,7 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     shape = resolve_batch_shape(
         config.batch,
         config.cluster.max_workers,
-        config.model.inputs.max_tokens,
+        config.max_row_tokens,
         # Statistics of BatchNorm that are synchronized have collectives in each forward.
         may_search=config.cluster.accelerator == "gpu"
         and getattr(config.model, "batch_norm", "frozen") != "synced",
@@ -144,15 +148,31 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     resolved = ResolvedRun(
         resolved_config, train_set, sets.eval, tokenizer_json, shape, steps, data_identity
     )
-    if not isinstance(resolved_config.model, Vlm):
-        return resolved
-    inputs = resolved_config.model.inputs
-    counter = ProcessorCounter(
-        resolved_config.model.weights, encoder_arguments(inputs), inputs.question
-    )
-    if shape.micro_tokens is not None:
+    if isinstance(resolved_config.model, Vlm):
+        return _resolve_conversations(resolved, reporter)
+    return resolved
+
+
+def _resolve_conversations(resolved: ResolvedRun, reporter: RunReporter) -> ResolvedRun:
+    """Return the run of a vision-language model with what it needs to know of each row: its tokens
+    and, of dpo, the log-probabilities of the reference model.
+    """
+    config = resolved.config
+    spec: Any = config.model
+    arguments = encoder_arguments(spec.inputs)
+    is_dpo = config.objective.is_dpo
+    counter = ProcessorCounter(spec.weights, arguments, spec.inputs.question, is_dpo)
+    if is_dpo:
+        digest = counter.encoder_digest
+        references = open_references(config, resolved.train_set, digest, reporter)
+        check_held_out(config, resolved.eval_sets, digest, reporter)
+        identity = {"reference": f"{references.column} {references.digest[:16]}"}
+        resolved = replace(
+            resolved, references=references, data_identity=resolved.data_identity | identity
+        )
+    if resolved.batch_shape.micro_tokens is not None:
         resolved = _with_token_lengths(resolved, counter, reporter)
-    for line in describe_unused_texts(train_set, counter.search):
+    for line in describe_unused_texts(resolved.train_set, counter.search):
         reporter.log(line, "notice")
     return resolved
 
@@ -351,7 +371,6 @@ def _with_token_lengths(
 ) -> ResolvedRun:
     """Return the run with the token counts of its rows, which are computed unless they exist."""
     model: Any = resolved.config.model
-    inputs = model.inputs
     lengths = token_counts(
         resolved.train_set,
         counter,
@@ -359,18 +378,19 @@ def _with_token_lengths(
             PrepareProgress("count tokens of", done, total)
         ),
     )
-    used = lengths[(lengths != NOT_COUNTED) & (lengths <= inputs.max_tokens)]
+    most = resolved.config.max_row_tokens
+    used = lengths[(lengths != NOT_COUNTED) & (lengths <= most)]
     if not used.size:
         raise DataError(
-            f"no row of {resolved.config.data.train} has up to {inputs.max_tokens:,} tokens: raise "
+            f"no row of {resolved.config.data.train} has up to {most:,} tokens: raise "
             "--model.inputs.max-tokens"
         )
-    longer = int((lengths > inputs.max_tokens).sum())
+    longer = int((lengths > most).sum())
     text = f"{used.mean():,.0f} tokens a row, at most {used.max():,}"
     if longer:
         text += (
             f"; {longer:,} of {len(lengths):,} rows are not used, because they have more than "
-            f"model.inputs.max_tokens {inputs.max_tokens:,} (up to {lengths.max():,})"
+            f"model.inputs.max_tokens {model.inputs.max_tokens:,} allows (up to {lengths.max():,})"
         )
     if unknown := int((lengths == NOT_COUNTED).sum()):
         text += f"; {unknown:,} rows cannot be used, for reasons that quarantine.jsonl will state"

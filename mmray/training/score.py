@@ -1,4 +1,5 @@
-"""`mmray score`: similarity of image and caption of each row of a prepared set, by a model.
+"""`mmray score`: similarity of image and caption of each row of a prepared set by a model, or the
+log-probabilities of its answers (reference_job.py).
 
 Tasks embed rows with the functions of the evaluation; the scores are a column of the set.
 """
@@ -6,15 +7,14 @@ Tasks embed rows with the functions of the evaluation; the scores are a column o
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import orjson
 import pyarrow as pa
 import torch
-from torch import nn
 
 from mmray.builtin import COLUMNS, is_column_name
 from mmray.cluster.connect import data_session
@@ -31,15 +31,21 @@ from mmray.engine.collectives import Group
 from mmray.errors import DataError, ResourceError, UsageError, suggest
 from mmray.evaluation.batches import EvalDataset
 from mmray.evaluation.embeddings import embed_texts, eval_mode
-from mmray.models import lora
 from mmray.models.protocol import EMBEDDING_METHODS
 from mmray.models.synthetic import synthetic_batch
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, list_names, to_path, write_atomic
 from mmray.training import RunReporter
-from mmray.training.evaluate_export import load_model, open_model, pretrained_config
+from mmray.training.evaluate_export import (
+    cached_model,
+    load_model,
+    open_model,
+    pretrained_config,
+)
+from mmray.training.reference_job import ReferenceJob, plan_references
+from mmray.training.references import IDENTITY
 
-IDENTITY = "score.json"  # file in the folder of the scores that names the model that wrote them
+DEFAULT_NAMES = {False: "clip_score", True: "reference"}  # by whether the model generates text
 
 
 @dataclass(frozen=True)
@@ -84,33 +90,55 @@ class ScoreJob:
         """The columns for the manifest: each is in a folder of its own."""
         return {name: {name: kind} for name, kind in self.types.items()}
 
+    @property
+    def group(self) -> str:
+        """Folder in `columns/` with the file IDENTITY."""
+        return self.name
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Further entries of the file IDENTITY: none."""
+        return {}
+
+    def compute(self, prepared: PreparedSet) -> dict[str, pa.Array]:
+        """Return the columns of scores of the rows of a shard."""
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = cached_model(self.config, self.checkpoint, self.digest, device)
+        if self.captions is not None:
+            prepared = prepared.with_captions({self.captions: 1.0})
+        scores, embeddings = embed_rows(model, prepared, self, device)
+        columns = {self.name: pa.array(scores, mask=np.isnan(scores))}
+        if self.with_embeddings:
+            flat = pa.array(embeddings.astype(np.float16).ravel())
+            mask = pa.array(~embeddings.any(axis=1))
+            columns[self.embedding_name] = pa.FixedSizeListArray.from_arrays(
+                flat, self.width, mask=mask
+            )
+        return columns
+
 
 def score_set(
     address: str,
     weights: str,
-    name: str,
+    name: str | None,
     with_embeddings: bool,
     captions: str | None,
     batch: int,
+    settings: Config | None,
     cluster: Cluster,
     reporter: RunReporter,
 ) -> Manifest:
-    """Write the cosine of the embeddings of image and caption of each row of a set (the mean over
-    its captions) as a column of the set.
+    """Write what `api.score` describes.
 
     Args:
         address: Folder or URI of the prepared set.
-        weights: A run, or a folder saved by transformers, a hub name, or an open_clip checkpoint.
-        name: Name of the column.
-        with_embeddings: Also write the embeddings of the images, as a column NAME_embedding.
-        captions: Column of the captions to score, if the set has several; None: the first.
-        batch: Rows that are embedded at a time.
+        name: Name of the column; None: one of DEFAULT_NAMES.
+        settings: Config with the section `model.inputs` to use, of a vision-language model; None:
+            that of the weights.
         cluster: The `cluster` section: which Ray cluster and devices to use.
 
     Returns:
-        The manifest with the new columns in `columns`: a Manifest with `num_rows`,
-        `num_quarantined`, `reasons` (number of quarantined rows by reason), `splits` (number of
-        rows by split) and others.
+        The manifest with the new columns, which are the last in `columns`.
 
     Raises:
         UsageError: The weights cannot be loaded or embed no images and texts, or the set has
@@ -119,12 +147,15 @@ def score_set(
         ResourceError: Storage or cluster failed, maybe temporarily.
     """
     prepared = PreparedSet.open(address)
-    if not prepared.rows_by_num_images.get(1):
-        raise DataError(
-            f"{prepared.folder} has no row of one image, and score compares an image with its "
-            "captions"
-        )
-    job = _plan(prepared, weights, name, with_embeddings, captions, batch, reporter)
+    config, tokenizer_json, checkpoint = _open_weights(weights, settings, reporter)
+    name = DEFAULT_NAMES[config.model.generates_text] if name is None else name
+    job: ScoreJob | ReferenceJob
+    if config.model.generates_text:
+        job = _plan_references(prepared, config, checkpoint, name, captions, with_embeddings)
+    else:
+        config = config.replace(evaluate=config.evaluate.replace(batch=batch))
+        job = _plan(prepared, weights, config, tokenizer_json, checkpoint, name, captions)
+        job = replace(job, with_embeddings=with_embeddings)
     if job.captions is not None:
         reporter.log(f"column {job.captions} of {prepared.folder}", "captions")
     try:
@@ -136,30 +167,74 @@ def score_set(
             _score_shards(prepared, job, reporter)
             lease.check()
             manifest = read_manifest(prepared.folder) or prepared.manifest
-            manifest = replace(manifest, columns=manifest.columns | job.columns)
+            others = {key: each for key, each in manifest.columns.items() if key not in job.columns}
+            manifest = replace(manifest, columns=others | job.columns)
             write_manifest(prepared.folder, manifest)
     except OSError as error:
         raise ResourceError(f"score failed at {address}: {error}. {RESUME_HINT}") from error
+    written = " and ".join(job.types)
+    reporter.log(f"{written} of {manifest.num_rows:,} rows in {address}", "scored")
     return manifest
 
 
-def _plan(
-    prepared: PreparedSet,
-    weights: str,
-    name: str,
-    with_embeddings: bool,
-    captions: str | None,
-    batch: int,
-    reporter: RunReporter,
-) -> ScoreJob:
-    """Load the model once, before Ray starts, and check that it can score the set."""
+def _open_weights(
+    weights: str, settings: Config | None, reporter: RunReporter
+) -> tuple[Config, str, AnyPath | None]:
+    """Return the config of the model, its tokenizer.json and its checkpoint, as `open_model`."""
     path = to_path(weights)
     if "/" in weights and not path.exists() and path.parent.exists():  # no name of the hub
         hint = suggest(path.name, list_names(path.parent))
         raise UsageError(f"--weights {weights}: there is no such run or file; {hint}")
     source = path if (path / "config.yaml").exists() else pretrained_config(weights)
     config, tokenizer_json, checkpoint = open_model(source, None, reporter.log)
-    config = config.replace(evaluate=config.evaluate.replace(batch=batch))
+    if settings is not None:
+        if not config.model.generates_text or settings.model.kind != config.model.kind:
+            raise UsageError("--config: both it and --weights must be of a vision-language model")
+        model = config.model.replace(inputs=settings.model.inputs)
+        config = config.replace(model=model, prepare=settings.prepare)
+    return config, tokenizer_json, checkpoint
+
+
+def _check_name(name: str, suffixes: Sequence[str], prepared: PreparedSet) -> None:
+    kept = prepared.manifest.columns.get(KEPT, {})
+    if not is_column_name(name) or name in (*COLUMNS, KEPT):
+        raise UsageError(
+            f"--name {name}: must be a name of letters, digits and _ that no column has"
+        )
+    for column in (name, *(f"{name}_{suffix}" for suffix in suffixes)):
+        if column in kept:
+            raise UsageError(f"--name {name}: the set keeps a column `{column}` of its source")
+
+
+def _plan_references(
+    prepared: PreparedSet,
+    config: Config,
+    checkpoint: AnyPath | None,
+    name: str,
+    captions: str | None,
+    with_embeddings: bool,
+) -> ReferenceJob:
+    if with_embeddings or captions is not None:
+        raise UsageError("--embeddings and --captions: a vision-language model has neither")
+    _check_name(name, ("chosen", "rejected"), prepared)
+    return plan_references(config, checkpoint, name)
+
+
+def _plan(
+    prepared: PreparedSet,
+    weights: str,
+    config: Config,
+    tokenizer_json: str,
+    checkpoint: AnyPath | None,
+    name: str,
+    captions: str | None,
+) -> ScoreJob:
+    """Load the model once, before Ray starts, and check that it can score the set."""
+    if not prepared.rows_by_num_images.get(1):
+        raise DataError(
+            f"{prepared.folder} has no row of one image, and score compares an image with its "
+            "captions"
+        )
     columns = prepared.manifest.text_columns
     if captions is not None and captions not in columns:
         hint = suggest(captions, columns) if columns else "its captions are of one column"
@@ -167,14 +242,7 @@ def _plan(
             f"--captions {captions}: {prepared.folder} has no such column of captions; {hint}"
         )
     scored = columns[:1] if captions is None else (captions,)
-    kept = prepared.manifest.columns.get(KEPT, {})
-    if not is_column_name(name) or name in (*COLUMNS, KEPT):
-        raise UsageError(
-            f"--name {name}: must be a name of letters, digits and _ that no column has"
-        )
-    for column in (name, f"{name}_embedding"):
-        if column in kept:
-            raise UsageError(f"--name {name}: the set keeps a column `{column}` of its source")
+    _check_name(name, ("embedding",), prepared)
     model: Any = load_model(config, checkpoint)
     missing = [method for method in EMBEDDING_METHODS if not callable(getattr(model, method, None))]
     if missing or config.model.takes_clips:
@@ -195,21 +263,23 @@ def _plan(
         tokenizer_json,
         None if checkpoint is None else str(checkpoint),
         name,
-        with_embeddings,
+        False,
         scored[0] if scored else None,
         digest.hexdigest(),
         width,
     )
 
 
-def _check_identity(folder: AnyPath, job: ScoreJob, weights: str) -> None:
+def _check_identity(folder: AnyPath, job: ScoreJob | ReferenceJob, weights: str) -> None:
     """Raise UsageError if the column was written by another model; otherwise write which it is."""
-    (folder / COLUMNS_DIR / job.name).mkdir(parents=True, exist_ok=True)
-    file = folder / COLUMNS_DIR / job.name / IDENTITY
-    identity = {"digest": job.digest, "weights": weights, "captions": job.captions}
+    (folder / COLUMNS_DIR / job.group).mkdir(parents=True, exist_ok=True)
+    file = folder / COLUMNS_DIR / job.group / IDENTITY
+    identity = {"digest": job.digest, "weights": weights, "captions": job.captions} | job.identity
     before = orjson.loads(file.read_bytes()) if file.exists() else identity
     if before["digest"] != job.digest:
         reason = f"{weights} is another model"
+        if before.get("weights_digest") == job.identity.get("weights_digest", ""):
+            reason = "its chat template, tokenizer or limits of images were others"
         if before["captions"] != job.captions:
             reason = f"it is of the captions `{before['captions']}`, not `{job.captions}`"
         raise UsageError(
@@ -219,7 +289,9 @@ def _check_identity(folder: AnyPath, job: ScoreJob, weights: str) -> None:
     write_atomic(file, orjson.dumps(identity))
 
 
-def _score_shards(prepared: PreparedSet, job: ScoreJob, reporter: RunReporter) -> None:
+def _score_shards(
+    prepared: PreparedSet, job: ScoreJob | ReferenceJob, reporter: RunReporter
+) -> None:
     before = RowValues(prepared.folder, job.columns)
     shards = prepared.shards
     total = sum(shard.num_rows for shard in shards)
@@ -229,37 +301,17 @@ def _score_shards(prepared: PreparedSet, job: ScoreJob, reporter: RunReporter) -
     values = map_shards(
         prepared,
         job.types,
-        partial(_score_rows, job=job),
+        job.compute,
         lambda *rows: reporter.prepare_progress(PrepareProgress("score", *rows)),
         runs_model=True,
     )
     reason = "cannot be read"
+    if isinstance(job, ReferenceJob):
+        reason += ", have too many tokens, or have no rejected answer,"
     if job.captions is not None:
         reason += f", or have no caption of {job.captions},"
-    if missing := values.num_missing([shard.key for shard in shards], job.name):
+    if missing := values.num_missing([shard.key for shard in shards], job.group):
         reporter.log(f"{missing:,} rows {reason} and have no score", "unreadable")
-
-
-# The model of this process by its digest: loading one takes seconds.
-_MODELS: dict[str, nn.Module] = {}
-
-
-def _score_rows(prepared: PreparedSet, job: ScoreJob) -> dict[str, pa.Array]:
-    """Return the columns of scores of the rows of a shard."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if job.digest not in _MODELS:
-        _MODELS.clear()
-        checkpoint = None if job.checkpoint is None else to_path(job.checkpoint)
-        _MODELS[job.digest] = lora.merge_adapters(load_model(job.config, checkpoint)).to(device)
-    if job.captions is not None:
-        prepared = prepared.with_captions({job.captions: 1.0})
-    scores, embeddings = embed_rows(_MODELS[job.digest], prepared, job, device)
-    columns = {job.name: pa.array(scores, mask=np.isnan(scores))}
-    if job.with_embeddings:
-        flat = pa.array(embeddings.astype(np.float16).ravel())
-        mask = pa.array(~embeddings.any(axis=1))
-        columns[job.embedding_name] = pa.FixedSizeListArray.from_arrays(flat, job.width, mask=mask)
-    return columns
 
 
 @torch.no_grad()

@@ -54,7 +54,7 @@ def validate_settings(config: Config) -> None:
         UsageError: They contradict each other, or a path or URI is invalid.
         DataError: The manifest of a set with `data.where` is damaged.
     """
-    resolve_batch_shape(config.batch, config.cluster.max_workers, config.model.inputs.max_tokens)
+    resolve_batch_shape(config.batch, config.cluster.max_workers, config.max_row_tokens)
     reasons = unsupported_reasons(config)
     if reasons:
         raise UsageError("\n".join(reasons))
@@ -251,7 +251,7 @@ def objective_reasons(config: Config) -> list[str]:
         kind += f" of {', '.join(model.modalities)} (model.inputs.clip_s, frames, audio_rate)"
     usable = model.usable_objectives
     terms = config.objective.terms
-    reasons = list[str]()
+    reasons = _dpo_reasons(config)
     if not usable:
         return reasons
     for term in terms:
@@ -281,6 +281,26 @@ def objective_reasons(config: Config) -> list[str]:
         reasons.append(
             "model.logit_bias: only objective sigmoid trains it; set --model.logit-bias None"
         )
+    return reasons
+
+
+def _dpo_reasons(config: Config) -> list[str]:
+    """Return why the settings of objective dpo cannot be used."""
+    objective = config.objective
+    if not objective.is_dpo:
+        defaults = type(objective)()
+        names = ("beta", "loss_type", "reference")
+        changed = [name for name in names if getattr(objective, name) != getattr(defaults, name)]
+        return [f"objective.{name}: only objective dpo uses it" for name in changed]
+    reasons = []
+    if len(objective.terms) > 1:
+        reasons.append("objective dpo cannot be a part of a sum")
+    if config.data.targets == "last" or config.data.reasoning == "masked":
+        reasons.append(
+            "data.targets and data.reasoning: objective dpo compares whole answers; leave them out"
+        )
+    if objective.reference == "adapters_off" and not config.model.lora.rank:
+        reasons.append("objective.reference adapters_off needs adapters: set --model.lora.rank")
     return reasons
 
 

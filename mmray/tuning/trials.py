@@ -86,7 +86,7 @@ def default_axes(base: Config, goal: str) -> dict[str, str] | None:
         return {"optimizer.lr": f"loguniform({lr / LR_FACTOR:g},{lr * LR_FACTOR:g})"}
     if not base.model.generates_text:
         return None
-    longest = base.model.inputs.max_tokens
+    longest = base.max_row_tokens
     return {TOKENS: ",".join(str(longest * 2**power) for power in range(4))}
 
 
@@ -105,7 +105,7 @@ def build_trial(base: Config, name: str, settings: dict[str, Any]) -> Trial:
     typed = {key: setting_value(config, key) for key in settings}
     workers = config.cluster.max_workers
     try:
-        shape = resolve_batch_shape(config.batch, workers, config.model.inputs.max_tokens)
+        shape = resolve_batch_shape(config.batch, workers, config.max_row_tokens)
     except UsageError as error:
         return Trial(name, typed, config, infeasible=str(error))
     conflicts = unsupported_reasons(config.with_cluster(workers=workers))

@@ -278,8 +278,8 @@ def test_parts_as_json_are_counted() -> None:
             "the row has 0 for them; `data` of a content part is not used",
         ),
         (
-            {"messages": None, "prompt": "x", "chosen": "a", "rejected": "b", "image": "a.png"},
-            "--columns completion=chosen",
+            {"messages": None, "prompt": "x", "chosen": "a", "image": "a.png"},
+            "chosen needs rejected, or --columns completion=chosen",
         ),
     ],
 )

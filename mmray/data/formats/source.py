@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
-from mmray.builtin import ANSWER_COLUMNS, CHAT_COLUMNS, COLUMNS, KEEP_ALL
+from mmray.builtin import ANSWER_COLUMNS, CHAT_COLUMNS, CHOSEN_COLUMN, COLUMNS, KEEP_ALL
 from mmray.data.formats.splits import splits_of_files
 from mmray.data.formats.values import normalize_values
 from mmray.data.images.formats import IMAGE_SUFFIXES
@@ -54,6 +54,7 @@ _COMMON_NAMES = {
     "alt_text raw conversation prompt txt label transcription transcript",
 }
 _NUMBERING = "_0123456789"
+_CONVERSATIONS = (*MESSAGE_COLUMNS, *ANSWER_COLUMNS, CHOSEN_COLUMN)
 # Texts that programs write for a missing value.
 _MARKS = {"NA", "N/A", "n/a", "#N/A", "NaN", "nan", "<NA>", "null", "NULL", "None"}
 _MARK = "a text or label such as `NA` or `None` is used as it is; leave it empty if it is missing"
@@ -458,8 +459,8 @@ def check_columns(
     )
     # The images of a conversation may be in its parts.
     for kind, ours in (
-        ("image", (*IMAGE_COLUMNS, *MEDIA_COLUMNS, *MESSAGE_COLUMNS, *ANSWER_COLUMNS)),
-        ("text", (*TEXT_COLUMNS, *MESSAGE_COLUMNS, *ANSWER_COLUMNS, "label")),
+        ("image", (*IMAGE_COLUMNS, *MEDIA_COLUMNS, *_CONVERSATIONS)),
+        ("text", (*TEXT_COLUMNS, *_CONVERSATIONS, "label")),
     ):
         if set(names).isdisjoint(source_columns(columns, *ours)) and not (
             kind == "text" and has_pairs

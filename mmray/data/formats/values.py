@@ -9,9 +9,17 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from decimal import Decimal
+from itertools import takewhile
 from typing import Any
 
-from mmray.builtin import ANSWER_COLUMNS, CHAT_COLUMNS, QUESTION_COLUMNS
+from mmray.builtin import (
+    ANSWER_COLUMNS,
+    CHAT_COLUMNS,
+    CHOSEN_COLUMN,
+    QUESTION_COLUMNS,
+    REJECTED_COLUMNS,
+)
+from mmray.data.messages import REJECTED, role_of
 from mmray.data.rows import (
     IMAGE_COLUMNS,
     MEDIA_COLUMNS,
@@ -79,7 +87,7 @@ def normalize_values(
             for turn in values.pop("texts")
             for role in ("user", "assistant")
         ]
-    _join_chat_columns(values)
+    _join_answers(values)
     label = values.get("label")
     if isinstance(label, bool):
         values["label"] = int(label)
@@ -157,6 +165,51 @@ def _as_identifier(name: str, value: Any) -> Any:
     return value
 
 
+def _join_answers(values: dict[str, Any]) -> None:
+    """Replace the columns of a conversation by `messages`. The first message that a rejected answer
+    replaces has that answer as its field REJECTED.
+
+    The prompt is in columns of its own, or chosen and rejected are conversations with it, as in
+    TRL.
+    """
+    columns = [name for name in REJECTED_COLUMNS if name in values]
+    if len(columns) != 1:
+        _join_chat_columns(values)
+        return
+    given = values.pop(columns[0])
+    rejected = _as_messages("assistant", given)
+    given_chosen = values.pop(CHOSEN_COLUMN, None)
+    chosen = [] if given_chosen is None else _as_messages("assistant", given_chosen)
+    prompt = next((name for name in MESSAGE_COLUMNS if isinstance(values.get(name), list)), None)
+    if chosen and role_of(chosen[0]) != "assistant":  # with its prompt
+        values[MESSAGE_COLUMNS[0]] = chosen
+    elif chosen and prompt is not None:  # LLaMA-Factory
+        values[prompt] = [*_as_messages("user", values[prompt]), *chosen]
+    elif chosen and not has_any(values, (*QUESTION_COLUMNS, "input")):
+        raise BadRow(
+            "columns",
+            "messages",
+            "chosen and rejected have no prompt: add a column prompt, or give both as messages "
+            "with it",
+        )
+    elif chosen:
+        values[ANSWER_COLUMNS[0]] = chosen
+    _join_chat_columns(values)
+    name = next((name for name in MESSAGE_COLUMNS if isinstance(values.get(name), list)), None)
+    if name is None or not values[name]:
+        values[columns[0]] = given  # is reported as not used
+        return
+    turns = values[name]
+    with_prompt = chosen or turns
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(with_prompt, rejected, strict=False))
+    shared = sum(1 for _ in pairs)
+    num_chosen = len(with_prompt) - shared if chosen or shared else 1
+    first = len(turns) - max(1, num_chosen)
+    if isinstance(turns[first], dict):
+        answer = turns[first] | {REJECTED: rejected[shared:]}
+        values[name] = [*turns[:first], answer, *turns[first + 1 :]]
+
+
 def _join_chat_columns(values: dict[str, Any]) -> None:
     """Replace the columns of a question and its answer by `messages`, and add `system` to them.
 
@@ -200,12 +253,15 @@ def _as_messages(role: str, content: Any) -> list[Any]:
 
     As in TRL, the answers in a prompt are no targets.
     """
+    if isinstance(content, dict) and not content.keys().isdisjoint(("role", "from")):
+        content = [content]
     is_list = isinstance(content, list) and all(isinstance(each, dict) for each in content)
-    if not is_list or not any("role" in each for each in content):  # a text, or parts
+    if not is_list or not any({"role", "from"} & each.keys() for each in content):
+        # a text, or parts
         return [{"role": role, "content": content}]
     is_prompt = role == "user"
     return [
-        each | {"loss": False} if is_prompt and each.get("role") == "assistant" else each
+        each | {"loss": False} if is_prompt and role_of(each) == "assistant" else each
         for each in content
     ]
 

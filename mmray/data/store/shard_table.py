@@ -131,19 +131,20 @@ class MappedFile:
 
 @dataclass(frozen=True)
 class MappedArray:
-    """Values of uint32 in a file, indexed by an array of their numbers; cheap to pickle."""
+    """Values of a type in a file, indexed by an array of their numbers; cheap to pickle."""
 
     file: MappedFile
+    dtype: str = "uint32"
 
     @cached_property
     def _values(self) -> np.ndarray:
-        return np.frombuffer(self.file.map(), np.uint32)
+        return np.frombuffer(self.file.map(), self.dtype)
 
     def __getitem__(self, numbers: np.ndarray) -> np.ndarray:
         return self._values[numbers]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MappedArray, (self.file,)
+        return MappedArray, (self.file, self.dtype)
 
 
 class ShardTable:

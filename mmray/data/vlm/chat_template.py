@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmray.data.messages import Message
+from mmray.data.messages import REJECTED, Message
 from mmray.data.text.tokenizer import remove_tokens
 from mmray.data.vlm.families import WEIGHTS_SETTING
 from mmray.errors import UsageError
@@ -21,6 +21,8 @@ TEMPLATE_ADVICE = (
     "Mark the assistant's text with {% generation %} ... {% endgeneration %} in "
     "chat_template.jinja of the weights"
 )
+# Fields of messages that no chat template reads.
+_FIELDS_OF_ROWS = ("weight", "tools", REJECTED)
 # First character, last character + 1, and weight of a part of a text.
 Span = tuple[int, int, float]
 
@@ -150,7 +152,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         turns = [
-            {name: value for name, value in message.items() if name not in ("weight", "tools")}
+            {name: message[name] for name in message if name not in _FIELDS_OF_ROWS}
             for message in conversation
         ]
         try:

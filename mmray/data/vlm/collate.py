@@ -45,6 +45,7 @@ class RowCollator:
             right.
         rope_index: Computes the positions int64 [3, T] (time, height, width) of a row. None:
             positions are 0, 1, 2, ...
+        pairs: Whether rows are chosen and rejected answers, of which each is a conversation in B.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class RowCollator:
         dummy: EncodedRow,
         packed: bool,
         rope_index: RopeFn | None = None,
+        pairs: bool = False,
     ) -> None:
         self.family = family
         self.config = config
         self.dummy = dummy
         self.packed = packed
         self.rope_index = rope_index
+        self.pairs = pairs
 
     def __call__(self, rows: Sequence[EncodedRow]) -> Batch:
         """Return the model's inputs for some rows; without rows, those of the dummy row.
@@ -83,7 +86,19 @@ class RowCollator:
               tokens and 2 at video tokens.
             - `attention_mask` and token types of a model without a descriptor, int64 [B, T].
             - The inputs of the vision encoder for all rows together, such as `pixel_values` uint8.
+            - `reference` float64 [R, 2], with `pairs`: log-probabilities of the chosen and the
+              rejected answer of each of R rows by the reference model.
         """
+        if self.pairs:
+            unknown = np.full(2, np.nan)
+            references = [unknown if row.reference is None else row.reference for row in rows]
+            reference = torch.from_numpy(np.array(references, np.float64).reshape(-1, 2))
+            pairs = [conversation for row in rows for conversation in row.conversations]
+            return self._collate(pairs) | {"reference": reference}
+        return self._collate(rows)
+
+    def _collate(self, rows: Sequence[EncodedRow]) -> Batch:
+        """Return the inputs of the model for conversations."""
         rows = with_all_media(rows, self.dummy)
         lengths = [len(row.input_ids) for row in rows]
         ids = [torch.from_numpy(row.input_ids.astype(np.int64)) for row in rows]

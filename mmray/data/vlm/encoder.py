@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmray.data.messages import Message
+from mmray.data.messages import Message, split_rejected
 from mmray.data.prepare.row_checks import MAX_OVERHANG_S
+from mmray.data.store.stored_row import Row
 from mmray.data.vlm.chat_template import (
     ALL_TARGETS,
     ChatTemplate,
@@ -77,12 +78,23 @@ class EncodedRow:
             and `input_features` (log-mel spectrograms, float16). Empty without media.
         token_types: What the processor of a model without a descriptor returns for each token
             besides its id, int32 [T]: `mm_token_type_ids` or `token_type_ids`.
+        rejected: The conversation with the rejected answer, if this one has the chosen answer of
+            a row for dpo.
+        reference: Log-probabilities of the chosen and the rejected answer by the reference model,
+            float64 [2], of a row for dpo; NaN or None: not known.
     """
 
     input_ids: np.ndarray
     loss_weights: np.ndarray
     images: dict[str, np.ndarray] = field(default_factory=dict)
     token_types: dict[str, np.ndarray] = field(default_factory=dict)
+    rejected: EncodedRow | None = None
+    reference: np.ndarray | None = None
+
+    @property
+    def conversations(self) -> list[EncodedRow]:
+        """This conversation, and for dpo the one with the rejected answer."""
+        return [self] if self.rejected is None else [self, self.rejected]
 
 
 class MediaSize(NamedTuple):
@@ -99,6 +111,18 @@ class MediaSize(NamedTuple):
     height: int = 0
     times_s: Sequence[float] = ()
     samples: int = 0
+
+
+def preference_of(row: Row) -> tuple[list[Message], list[Message]]:
+    """Return the conversations with the chosen and with the rejected answer of a stored row.
+
+    Raises:
+        RowError: It has no rejected answer.
+    """
+    pair = split_rejected(row.messages or [])
+    if pair is None:
+        raise RowError("messages", "the row has no rejected answer, which objective dpo needs")
+    return pair
 
 
 def encoder_arguments(inputs: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Rows have different sizes, so a block has the bytes of each row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +15,25 @@ import numpy as np
 from safetensors.numpy import load, save
 
 from mmray.data.images.decode import MAX_PIXELS, BadImage, decode
+from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.images.transform import to_pillow
 from mmray.data.media.clips import full_span
 from mmray.data.media.decode import BadMedia, read_audio, read_frames
 from mmray.data.store.mixture import PreparedMixture
 from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.shard_table import MappedArray
 from mmray.data.store.stored_row import Media, Row
 from mmray.data.stream.blocks import Block
 from mmray.data.stream.order import SamplePlan, hash_uniform
 from mmray.data.stream.reader import SetReader, row_columns
 from mmray.data.vlm.chat_template import ALL_TARGETS, RowError, Targets
-from mmray.data.vlm.encoder import TOKEN_TYPES, EncodedRow, ProcessorEncoder, encoder_arguments
+from mmray.data.vlm.encoder import (
+    TOKEN_TYPES,
+    EncodedRow,
+    ProcessorEncoder,
+    encoder_arguments,
+    preference_of,
+)
 from mmray.data.vlm.families import GENERAL, find_family, read_config
 from mmray.data.vlm.video import Clip, clip_length_s
 
@@ -32,8 +41,38 @@ if TYPE_CHECKING:
     from mmray.config import Data as DataConfig
     from mmray.config import Vlm as VlmConfig
 
+ADAPTERS_OFF = "adapters_off"  # value of `objective.reference`
+# Start of the names of the arrays of a rejected answer in a record.
+_REJECTED = "rejected "
 # Bytes of a token in a block: Qwen3-VL has 4 patches of 1,536 values for a token of an image.
 BYTES_PER_TOKEN = 6000
+
+
+@dataclass(frozen=True)
+class ReferenceLogProbs:
+    """Log-probabilities of the answers of a set by the reference model of dpo.
+
+    Args:
+        column: Value of `objective.reference`.
+        chosen: Those of the chosen answers, float64 by number of the row, NaN for a row without
+            one; None: the model computes them without its adapters.
+        rejected: Those of the rejected answers.
+        weights: The weights of the reference model, for messages.
+        digest: `hash_weights` of the reference model.
+    """
+
+    column: str
+    chosen: MappedArray | None = None
+    rejected: MappedArray | None = None
+    weights: str = ""
+    digest: str = ""
+
+    def of_rows(self, row_ids: np.ndarray) -> np.ndarray:
+        """Return the log-probabilities of rows, float64 [R, 2]; PADDING is any row."""
+        if self.chosen is None or self.rejected is None:
+            return np.full((len(row_ids), 2), np.nan)
+        numbers = np.maximum(row_ids, 0)
+        return np.stack([self.chosen[numbers], self.rejected[numbers]], axis=1)
 
 
 class ConversationReader(SetReader):
@@ -44,6 +83,8 @@ class ConversationReader(SetReader):
         spec: The `model` section, with the weights whose processor encodes the rows.
         max_pixels: Maximum width x height of an image before it is resized.
         data: The `data` section, with `targets` and `reasoning`; None: all are targets.
+        references: Of a run of dpo, whose rows are chosen and rejected answers; None: rows are
+            single conversations.
     """
 
     # A block has no column `image` of a fixed shape, which processes could share.
@@ -56,8 +97,10 @@ class ConversationReader(SetReader):
         spec: VlmConfig,
         max_pixels: int,
         data: DataConfig | None = None,
+        references: ReferenceLogProbs | None = None,
     ) -> None:
         super().__init__(prepared, max_pixels)
+        self.references = references
         self._targets = ALL_TARGETS
         if data is not None:
             self._targets = Targets(data.targets == "last", data.reasoning == "masked")
@@ -76,7 +119,9 @@ class ConversationReader(SetReader):
         """Approximate maximum bytes of an encoded row: its images as pixels, and its token ids."""
         family = find_family(read_config(self._weights), self._weights)
         pixel_bytes = 4 if family == GENERAL else 1  # float32
-        return pixel_bytes * BYTES_PER_TOKEN * int(self._arguments["max_tokens"])
+        conversations = 1 if self.references is None else 2
+        max_tokens = conversations * int(self._arguments["max_tokens"])
+        return pixel_bytes * BYTES_PER_TOKEN * max_tokens
 
     def read_block(
         self, plan: SamplePlan, positions: np.ndarray, pixels: np.ndarray | None = None
@@ -92,7 +137,7 @@ class ConversationReader(SetReader):
             encoded
             row as bytes for `unpack_rows`. A row that is not valid has 0 tokens and b"".
         """
-        rows, _, pass_index, row_hash = self.read_rows(plan, positions)
+        rows, row_ids, pass_index, row_hash = self.read_rows(plan, positions)
         num_texts = [len(row.texts) if row and not row.messages else 1 for row in rows]
         chosen = self.choose_texts(plan, rows, num_texts, pass_index, row_hash)
         # Where frames are in their intervals.
@@ -105,14 +150,31 @@ class ConversationReader(SetReader):
                 try:
                     encoded = self.encode_row(row, choice, phases[index])
                 except (BadImage, RowError):
-                    encoded = None
-                if encoded is not None:
-                    records[index] = _pack_row(encoded)
-                    num_tokens[index] = len(encoded.input_ids)
+                    continue
+                if self.references is not None:
+                    [reference] = self.references.of_rows(row_ids[index : index + 1])
+                    if self.references.chosen is not None and np.isnan(reference).any():
+                        continue
+                    encoded = replace(encoded, reference=reference)
+                records[index] = _pack_row(encoded)
+                num_tokens[index] = sum(len(each.input_ids) for each in encoded.conversations)
         return row_columns(rows, row_hash, positions, num_tokens > 0) | {
             "num_tokens": num_tokens,
             "record": records,
         }
+
+    def explain_bad_row(
+        self, row_id: int, decoder: SubprocessDecoder
+    ) -> tuple[Row | None, str, str]:
+        row, reason, detail = super().explain_bad_row(row_id, decoder)
+        if reason == "temporary" and self.references is not None:
+            column = self.references.column
+            if (
+                self.references.chosen
+                and np.isnan(self.references.of_rows(np.array([row_id]))).any()
+            ):
+                return row, "reference", f"column {column}: `mmray score` wrote no value"
+        return row, reason, detail
 
     def media_of(self, row: Row, choice: int = 0, phase: float = 0.5) -> list[Any]:
         """Decode the media of a stored row, as ProcessorEncoder takes them.
@@ -137,6 +199,14 @@ class ConversationReader(SetReader):
         return decoded
 
     def encode_row(self, row: Row, choice: int = 0, phase: float = 0.5) -> EncodedRow:
+        if self.references is not None:
+            # The reference model saw the middles of the intervals of videos.
+            decoded = self.media_of(row)
+            chosen, rejected = (
+                self.encoder.encode(messages, decoded, self._targets)
+                for messages in preference_of(row)
+            )
+            return replace(chosen, rejected=rejected)
         messages = row.conversations(self.question)[choice]
         # A row whose other text is about too much audio is not used either, as in token counts.
         for media in row.media:
@@ -189,10 +259,18 @@ def read_clip(
 
 
 def _pack_row(row: EncodedRow) -> bytes:
-    arrays = {"input_ids": row.input_ids, "loss_weights": row.loss_weights} | row.images
-    arrays |= row.token_types
+    arrays = _arrays(row)
+    if row.rejected is not None and row.reference is not None:
+        others = _arrays(row.rejected).items()
+        arrays |= {f"{_REJECTED}{name}": array for name, array in others}
+        arrays["reference"] = row.reference
     # Arrays that are not contiguous would be saved wrongly.
     return save({name: np.asarray(array, order="C") for name, array in arrays.items()})
+
+
+def _arrays(row: EncodedRow) -> dict[str, np.ndarray]:
+    tokens = {"input_ids": row.input_ids, "loss_weights": row.loss_weights} | row.token_types
+    return tokens | row.images
 
 
 def unpack_rows(block: Block) -> list[EncodedRow | None]:
@@ -202,5 +280,15 @@ def unpack_rows(block: Block) -> list[EncodedRow | None]:
 
 def _unpack_row(data: bytes) -> EncodedRow:
     arrays = dict(sorted(load(data).items()))  # `load` returns them in random order
+    reference = arrays.pop("reference", None)
+    others = {name: arrays.pop(name) for name in [*arrays] if name.startswith(_REJECTED)}
+    row = _from_arrays(arrays)
+    if not others:
+        return row
+    rejected = {name.removeprefix(_REJECTED): array for name, array in others.items()}
+    return replace(row, rejected=_from_arrays(rejected), reference=reference)
+
+
+def _from_arrays(arrays: dict[str, np.ndarray]) -> EncodedRow:
     types = {name: arrays.pop(name) for name in TOKEN_TYPES if name in arrays}
     return EncodedRow(arrays.pop("input_ids"), arrays.pop("loss_weights"), arrays, types)

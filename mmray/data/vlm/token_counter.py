@@ -15,7 +15,7 @@ import orjson
 from mmray.data.messages import Message, message_text
 from mmray.data.prepare.token_counts import RowCounter
 from mmray.data.store.stored_row import Media, Row
-from mmray.data.vlm.encoder import CHECK_SIDE, MediaSize, ProcessorEncoder
+from mmray.data.vlm.encoder import CHECK_SIDE, MediaSize, ProcessorEncoder, preference_of
 from mmray.data.vlm.families import GENERAL, refusal
 from mmray.data.vlm.video import clip_length_s
 from mmray.errors import DataError
@@ -34,16 +34,25 @@ class ProcessorCounter:
         limits: Arguments of ProcessorEncoder; `max_tokens` is ignored.
         question: User message of a row that has only captions. Of several captions that are used
             the longest counts.
+        pairs: Whether a row is a chosen and a rejected answer, which count twice the longer one, as
+            they are padded to it.
     """
 
     weights: str
     limits: dict[str, Any] = field(default_factory=dict)
     question: str = ""
+    pairs: bool = False
 
     @property
     def digest(self) -> str:
         """SHA-256 as hex of what determines the counts: the processor and `question`."""
-        return hashlib.sha256(f"{self._processor[0]} {self.question}".encode()).hexdigest()
+        parts = f"{self.encoder_digest} {self.question}{' pairs' * self.pairs}"
+        return hashlib.sha256(parts.encode()).hexdigest()
+
+    @property
+    def encoder_digest(self) -> str:
+        """`ProcessorEncoder.digest` of the processor."""
+        return self._processor[0]
 
     @property
     def search(self) -> UnusedTextSearch:
@@ -69,11 +78,14 @@ class ProcessorCounter:
         def count(row: Row) -> int:
             counts = []
             _check_sizes(row)
-            for number, messages in enumerate(row.conversations(self.question)):
-                span = row.spans[number] if row.spans else None
+            conversations = row.conversations(self.question)
+            if self.pairs:
+                conversations = [*preference_of(row)]
+            for number, messages in enumerate(conversations):
+                span = row.spans[number] if row.spans and not self.pairs else None
                 sizes = [_size(media, span, encoder) for media in row.media]
                 counts.append(encoder.count_tokens(messages, sizes))
-            return max(counts)
+            return max(counts) * (2 if self.pairs else 1)
 
         return count
 

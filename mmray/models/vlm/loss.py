@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 CHUNK_BYTES = 64 << 20  # size of the float32 logits of a chunk
 
@@ -32,15 +33,47 @@ def chunked_cross_entropy(
         differentiated by `hidden` and `weight`; and the number of correct predictions, an int64
         scalar.
     """
-    dtype = weight.dtype
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
+    dtype = _matrix_dtype(hidden, weight)
     chunk = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
     needs_grad = torch.is_grad_enabled()
     loss, correct = _ChunkedCrossEntropy.apply(
         hidden, weight, targets, target_weights, chunk, dtype, needs_grad
     )
     return loss, correct
+
+
+def chunked_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the log-probabilities of the targets, at least float32 [N], for losses that are not
+    sums over tokens.
+
+    The logits of a chunk are computed again in the backward, so all of them are never in memory.
+
+    Args:
+        hidden: Last hidden states [N, H], one for each target; N may be 0.
+        weight: Weight of the output layer [V, H], for a vocabulary of V tokens.
+        targets: Token ids, int64 [N].
+    """
+    dtype = _matrix_dtype(hidden, weight)
+    chunk = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+    # A chunk of no targets keeps the graph of the model.
+    parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    options: Any = {"use_reentrant": False, "preserve_rng_state": False}
+    return torch.cat(
+        [checkpoint(_log_probs, states, weight, ids, dtype, **options) for states, ids in parts]
+    )
+
+
+def _log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    precise = torch.promote_types(hidden.dtype, torch.float32)
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = (hidden.to(dtype) @ weight.to(dtype).T).to(precise)
+        return -F.cross_entropy(logits, targets, reduction="none")
+
+
+def _matrix_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    if torch.is_autocast_enabled(hidden.device.type):
+        return torch.get_autocast_dtype(hidden.device.type)
+    return weight.dtype
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -36,9 +37,10 @@ from mmray.data.vlm.families import (
     is_packable,
 )
 from mmray.errors import UsageError
+from mmray.models import lora
 from mmray.models.protocol import PRETRAINED, Model, Outputs, WeightSource
 from mmray.models.vlm.attention import PACKED_ATTENTION, PACKED_VISION_ATTENTION
-from mmray.models.vlm.loss import chunked_cross_entropy
+from mmray.models.vlm.loss import chunked_cross_entropy, chunked_log_probs
 from mmray.models.vlm.self_check import (
     check_general_model,
     differs_if_packed,
@@ -60,7 +62,14 @@ PROJECTORS_IN_ENCODERS = (
     *(f"audio_tower.proj{part}" for part in ("", 1, 2)),
 )
 # Columns that are not inputs of the transformers model.
-OTHER_COLUMNS = (*ROW_COLUMNS, "cu_seqlens", "targets", "target_index", "target_weights")
+OTHER_COLUMNS = (
+    *ROW_COLUMNS,
+    "cu_seqlens",
+    "targets",
+    "target_index",
+    "target_weights",
+    "reference",
+)
 
 
 class Vlm(Model):
@@ -85,6 +94,9 @@ class Vlm(Model):
         std: Standard deviation of each channel in the same way.
         video_mean: Mean of each channel of videos, float [3]; empty if the model takes no videos.
         video_std: Standard deviation of each channel of videos in the same way.
+        pairs: Whether synthetic rows are chosen and rejected answers, as dpo trains on.
+        has_reference: Whether the batches of dpo have the log-probabilities of the reference model;
+            otherwise the model without its adapters is the reference.
 
     Raises:
         UsageError: The weights cannot be loaded, or are not supported.
@@ -92,6 +104,9 @@ class Vlm(Model):
 
     # Its embeddings are called outside the decoder, so the decoder cannot be gathered by itself.
     shards_branches = False
+
+    pairs = False
+    has_reference = True
 
     mean: Tensor
     std: Tensor
@@ -155,14 +170,18 @@ class Vlm(Model):
             for encoder in self._encoders().values():
                 encoder.config._attn_implementation = PACKED_VISION_ATTENTION if packed else "sdpa"
 
-    def collator(self) -> RowCollator:
+    def collator(self, pairs: bool = False) -> RowCollator:
         """Return the collator, which builds micro-batches of this model from encoded rows.
 
         It maps a sequence of EncodedRow (token ids, loss mask and inputs of the encoders of media
         of a row) to the batch that `forward` reads.
+
+        Args:
+            pairs: Whether rows are chosen and rejected answers.
         """
         rope_index = rope_index_of(self.net.config) if self.family.mrope else None
-        return RowCollator(self.family, self.net.config, self.dummy, self.packed, rope_index)
+        config = self.net.config
+        return RowCollator(self.family, config, self.dummy, self.packed, rope_index, pairs)
 
     def synthetic_batch(self, rows: int) -> Batch:
         """Return a batch of artificial rows of the maximum length, to measure memory and speed.
@@ -195,14 +214,18 @@ class Vlm(Model):
         ids = np.pad(row.input_ids, added, constant_values=row.input_ids[-1])
         types = {name: np.pad(column, added) for name, column in row.token_types.items()}
         full = EncodedRow(ids, np.ones(len(ids), np.float32), row.images, types)
+        if self.pairs:
+            full = replace(full, rejected=full, reference=np.zeros(2))
         columns = {
             "key": torch.arange(rows),
             "label": torch.full((rows,), -1),
             "valid": torch.ones(rows, dtype=torch.bool),
             "pos": torch.arange(rows),
-            "num_tokens": torch.full((rows,), len(ids), dtype=torch.int32),
+            "num_tokens": torch.full(
+                (rows,), len(ids) * len(full.conversations), dtype=torch.int32
+            ),
         }
-        return columns | self.collator()([full] * rows)
+        return columns | self.collator(self.pairs)([full] * rows)
 
     def forward(self, batch: Batch) -> Outputs:
         """Return the next-token loss of a micro-batch, a weighted sum over its targets.
@@ -216,11 +239,16 @@ class Vlm(Model):
                 - target_weights: float32 [N], the factor of the loss of each target.
                 - cu_seqlens: int32 [R + 1], the start of each row, and then T; only if packed.
                 - pixel_values: uint8, the other inputs of the vision encoder, and position_ids.
+                - reference: float64 [R, 2], of dpo.
 
         Returns:
             Two scalars: `loss_sum`, the weighted sum of the cross-entropies, and `num_correct`
-            int64, the number of targets with the largest logit.
+            int64, the number of targets with the largest logit. Of dpo in their place
+            `log_probs`, `reference_log_probs` and `num_targets`, [R, 2] for R chosen and rejected
+            answers.
         """
+        if "reference" in batch:
+            return self._log_probs_of_pairs(batch)
         hidden = self.hidden_states(batch).flatten(0, 1)[batch["target_index"]]
         loss_sum, num_correct = chunked_cross_entropy(
             hidden,
@@ -229,6 +257,41 @@ class Vlm(Model):
             batch["target_weights"],
         )
         return {"loss_sum": loss_sum, "num_correct": num_correct}
+
+    def _log_probs_of_pairs(self, batch: Batch) -> Outputs:
+        reference = batch["reference"]
+        if not self.has_reference:
+            was_training = self.training
+            # Dropout would add noise to the reference.
+            with torch.no_grad(), lora.adapters_disabled(self.eval()):
+                reference = self._log_probs(batch)
+            self.train(was_training)
+        index = batch["target_index"]
+        num_targets = torch.zeros(reference.numel(), device=index.device)
+        num_targets.index_add_(
+            0, self._conversation_of(batch), torch.ones_like(index, dtype=torch.float)
+        )
+        return {
+            "log_probs": self._log_probs(batch),
+            "reference_log_probs": reference,
+            "num_targets": num_targets.view(-1, 2),
+        }
+
+    def _conversation_of(self, batch: Batch) -> Tensor:
+        """Return the index of the conversation of each target in the batch, int64 [N]."""
+        index = batch["target_index"]
+        if "cu_seqlens" in batch:
+            return torch.searchsorted(batch["cu_seqlens"][1:].long(), index, right=True)
+        return index // batch["input_ids"].shape[1]
+
+    def _log_probs(self, batch: Batch) -> Tensor:
+        """Return the weighted sum of the log-probabilities of the targets of each answer [R, 2]."""
+        hidden = self.hidden_states(batch).flatten(0, 1)[batch["target_index"]]
+        weight = self.net.get_output_embeddings().weight
+        log_probs = chunked_log_probs(hidden, weight, batch["targets"])
+        weighted = log_probs * batch["target_weights"].to(log_probs.dtype)
+        sums = log_probs.new_zeros(batch["reference"].numel())
+        return sums.index_add(0, self._conversation_of(batch), weighted).view(-1, 2)
 
     def hidden_states(self, batch: Batch) -> Tensor:
         """Return the hidden states after the last layer, [1, T, H] if rows are packed."""

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from mmray.config import Config
+from mmray.config import Config, Objective
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.collate import Batch
 from mmray.engine.collectives import Group
@@ -22,6 +24,7 @@ from mmray.engine.step import accumulate_gradients, zero_gradients
 from mmray.evaluation.conversations import ConversationEvaluator
 from mmray.models.protocol import find_blocks
 from mmray.models.vlm.model import Vlm
+from mmray.objectives import build
 from mmray.objectives.language_modelling import LanguageModelling
 from tests.engine import toy
 from tests.engine.ranks import join_group
@@ -53,18 +56,35 @@ def hybrid(rank: int, folder: str, weights: str, split: Split) -> None:
     os._exit(0)  # see tests/engine/ranks.py
 
 
+def preferences(rank: int, folder: str, weights: str) -> None:
+    """Gradients of dpo by strategy."""
+    group = join_group(folder, "preferences", rank, 2)
+    results = {
+        parallel: gradient(weights, group, parallel, is_dpo=True) for parallel in ("ddp", "fsdp")
+    }
+    torch.save(results, f"{folder}/rank-{rank}.pt")
+    os._exit(0)  # see tests/engine/ranks.py
+
+
 def gradient(
     weights: str,
     group: Group,
     parallel: str,
     random_steps: int = 0,
     split: Split | None = None,
+    is_dpo: bool = False,
 ) -> torch.Tensor:
     """The gradient of a step, after some random ones."""
     model = double_model(weights)
     rows = encode_rows(model.encoder)
-    collator = model.collator()
-    state = toy.train_state(model, group, LanguageModelling(), parallel=parallel)
+    if is_dpo:
+        rows = [
+            replace(row, rejected=other, reference=np.array([-60.0, -61.0]))
+            for row, other in zip(rows, [*rows[1:], rows[0]], strict=True)
+        ]
+    collator = model.collator(pairs=is_dpo)
+    objective: Any = build(Objective(kind="dpo")) if is_dpo else LanguageModelling()
+    state = toy.train_state(model, group, objective, parallel=parallel)
 
     def step(split: Split) -> None:
         micro_batches: list[Batch] = []
