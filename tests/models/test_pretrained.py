@@ -640,14 +640,13 @@ def test_pretrained_weights_are_scored_as_their_model_ranks(tmp_path: Path) -> N
         config, lambda text, _: logged.append(text)
     )
     assert logged == [] and config.model.vocab_size == ROWS
-    loads = [partial(evaluate_export.load_model, config, None)]
-    [scores] = evaluate_export._score(
+    scores = evaluate_export._score(
         config,
         Group(),
         lambda message: progress.append(message["rows"]),
         tokenizer_json,
         {"": held_out},
-        loads,
+        partial(evaluate_export.load_model, config, None),
     )
     assert (
         sum(progress) == 7 == scores["rows"]
