@@ -212,6 +212,12 @@ def _start(address: str | None, cluster_config: Cluster, decode_actors: int) -> 
                 token = Path.home() / ".ray" / "auth_token"
                 if token.exists() and token.stat().st_uid == os.getuid():
                     token.chmod(0o600)
+    except ray.exceptions.AuthenticationError as error:
+        raise ResourceError(
+            f"cannot connect to Ray at {address or 'this machine'}: {error.message}. Set "
+            "RAY_AUTH_MODE as on the head, and RAY_AUTH_TOKEN to the head's token (there in "
+            "~/.ray/auth_token)"
+        ) from error
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ResourceError(
             f"cannot connect to Ray at {address or 'this machine'}: {error}"

@@ -91,6 +91,30 @@ def test_unreachable_address_fails_within_seconds():
     check_reachable("auto")  # resolved by Ray
 
 
+CONNECTING = """
+import sys
+from mmray.cluster.connect import ray_session
+from mmray.config import Cluster
+from mmray.errors import ResourceError
+try:
+    with ray_session(Cluster(address=sys.argv[1])):
+        pass
+except ResourceError as error:
+    print(error)
+"""
+
+
+def test_missing_token_is_one_line(tmp_path):
+    own = os.environ | {"HOME": str(tmp_path), "RAY_AUTH_MODE": "token"}
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        words = [sys.executable, "-c", CONNECTING, address]
+        done = subprocess.run(words, env=own, capture_output=True, text=True)
+    [line] = done.stdout.splitlines()
+    assert line.startswith(f"cannot connect to Ray at {address}: Token authentication is enabled")
+    assert "RAY_AUTH_TOKEN" in line and done.stderr == ""
+
+
 def test_ray_client_address_suggests_job_submission():
     with pytest.raises(UsageError, match="ray job submit"):
         check_reachable("ray://head:10001")
