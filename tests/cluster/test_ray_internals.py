@@ -19,6 +19,7 @@ from mmray.cluster.placement import (
     schedulable_nodes,
 )
 from mmray.errors import ResourceError
+from tests.polling import wait_until
 
 
 class NeverPlaced:
@@ -60,6 +61,7 @@ def test_stopped_actor_is_reported_with_its_node(local_ray):
     pid = ray.get(actor.pid.remote())
     assert ray_internals.actors_of_job("Sleeper") == [("ALIVE", node_id, pid)]
     os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     (state,) = placement.actor_states("Sleeper", timeout_s=60.0)
     assert state == f"stopped on node {socket.gethostname()} at {ray.util.get_node_ip_address()}"
     assert placement.node_name("0123456789") == "01234567"  # a node that Ray does not know
