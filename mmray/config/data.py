@@ -232,11 +232,10 @@ class Prepare(Section, settings_prefix="prepare"):
         description="Pages of a TIFF in a conversation: images makes each an image of the row; "
         "first: the others are counted and not used.",
     )
-    duplicates: Literal["image", "row", "text", "keep"] = Field(
+    duplicates: Literal["image", "row", "keep"] = Field(
         "image",
-        description="Quarantine rows that repeat an earlier row's images (and conversation), its "
-        "images and captions (row), its images or captions (text), or keep all, even rows with "
-        "the id of another.",
+        description="Quarantine rows that repeat an earlier row's images (and conversation), or "
+        "its images and captions (row), or keep all, even rows with the id of another.",
     )
     group: Literal["none", "image"] = Field(
         "none",
@@ -279,8 +278,8 @@ class Prepare(Section, settings_prefix="prepare"):
         description="Repair wrongly decoded captions with ftfy and unescape "
         "HTML, as open_clip does.",
     )
-    check: Literal["full", "header", "none"] = Field(
-        "full", description="Validate images fully, by header, or not."
+    check: Literal["full", "header"] = Field(
+        "full", description="Validate images and clips fully, or by their headers."
     )
     root: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = Field(
         (),

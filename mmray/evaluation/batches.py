@@ -308,5 +308,5 @@ class EvalDataset(EvalReader):
 
 
 def _image_hash(record: Row) -> int:
-    """Return a hash of the bytes of a row's images, or of their location without a checksum."""
-    return hash_key(" ".join(media.sha256 or str(media.ref) for media in record.media))
+    """Return a hash of the bytes of a row's images."""
+    return hash_key(" ".join(media.sha256 for media in record.media))

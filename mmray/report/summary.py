@@ -11,7 +11,6 @@ from typing import Any
 from mmray.config import Config, flatten
 from mmray.config.data import Mixture
 from mmray.config.recipes import RECIPES
-from mmray.data.prepare.contamination import LEAKS, MAX_EXAMPLES
 from mmray.data.store.manifest import MANIFEST, QUARANTINE
 from mmray.report.run import (
     RunRecord,
@@ -72,7 +71,8 @@ def settings_table(config: dict[str, Any]) -> list[dict[str, str]]:
     ]
 
 
-MAX_LINES = 100_000  # lines that are read of quarantine.jsonl and leaks.jsonl, for examples
+MAX_LINES = 100_000  # lines that are read of quarantine.jsonl, for examples
+MAX_EXAMPLES = 12  # rows that are shown
 
 
 def quarantine_summary(folder: AnyPath) -> dict[str, Any]:
@@ -82,8 +82,7 @@ def quarantine_summary(folder: AnyPath) -> dict[str, Any]:
     Returns:
         `num_rows` (quarantined), `reasons` (pairs of reason and count, the most frequent first),
         `shown` (example rows as {reason, key, source, detail}), `num_read` (rows that prepare read;
-        0 of a run), and `leakage` (the entries of `Manifest.leakage`, and `pairs`, example lines of
-        leaks.jsonl; None if it was not checked).
+        0 of a run), and `leakage` (`Manifest.leakage`; None if it was not checked).
     """
     manifest = read_json(folder / MANIFEST)
     counts: Counter[str] = Counter()
@@ -98,15 +97,10 @@ def quarantine_summary(folder: AnyPath) -> dict[str, Any]:
     interleaved = zip_longest(*examples.values())  # one row of each reason in turn
     shown = [row for row in chain.from_iterable(interleaved) if row is not None][:MAX_EXAMPLES]
     reasons = Counter(manifest.get("reasons") or counts)
-    leakage = manifest.get("leakage")
-    if leakage:
-        lines = islice(read_lines(folder / LEAKS), MAX_LINES)
-        pairs = islice((line for line in lines if line.get("thumbnails")), MAX_EXAMPLES)
-        leakage = leakage | {"pairs": list(pairs)}
     return {
         "num_read": manifest.get("num_read") or 0,
         "num_rows": reasons.total(),
         "reasons": [(reason, count) for reason, count in reasons.most_common() if count],
         "shown": shown,
-        "leakage": leakage,
+        "leakage": manifest.get("leakage"),
     }

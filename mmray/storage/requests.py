@@ -82,8 +82,8 @@ def iter_parallel(
 
     Args:
         call: Called with each item, in threads.
-        threads: Number of threads, MAX_PARALLEL (8) by default, which compute up to four times as
-            many results ahead.
+        threads: Number of threads, MAX_PARALLEL (8) by default, which compute up to twice as many
+            results ahead.
 
     Raises:
         Exception: The error of a call, instead of its result.
@@ -94,7 +94,7 @@ def iter_parallel(
         try:
             for item in items:
                 pending.append(pool.submit(call, item))
-                if len(pending) == 4 * threads:
+                if len(pending) == 2 * threads:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()

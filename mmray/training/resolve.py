@@ -321,8 +321,8 @@ def describe_equal_captions(
     return (
         f"{mean:.3g} of the {global_batch_size - 1:,} negatives of a row have its captions, on "
         f"average: {equal_share:.3g} of all pairs of rows do. Remedies: a smaller --batch.global, "
-        "`mmray prepare --duplicates text` (one row for each caption), captions that tell the rows "
-        "apart, or for classes `mmray train fusion --objective.kind classification`"
+        "captions that tell the rows apart, or for classes `mmray train fusion --objective.kind "
+        "classification`"
     )
 
 

@@ -3,18 +3,14 @@ disk.
 """
 
 import json
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 
 import fsspec
 import numpy as np
 import pytest
 
-from mmray.data.formats.detect import SourceSpec, detect_source, open_source
-from mmray.data.formats.source import RawRow
+from mmray.data.formats.detect import detect_source, open_source
 from mmray.data.images.read import read_image
 from mmray.data.prepare import pipeline, row_builder
-from mmray.data.prepare.job import PrepareJob
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.rows import BadRow, parse_row
 from mmray.data.store.prepared_set import PreparedSet
@@ -47,7 +43,7 @@ def read(address, out):
     images.
     """
     source = open_source(detect_source(address), to_path(out), {}, "a {}")
-    chunks = list(source.scan(3, ()))
+    chunks = list(source.scan(3))
     items = [item for chunk in chunks for item in source.read(chunk)]
     return [(one.file, one.first_line, one.num_rows) for one in chunks], [
         (item.line, item.location, told(source.folder, item)) for item in items
@@ -152,33 +148,6 @@ def test_images_on_a_store_are_read_in_parallel(
     assert out["disk"] == out["serial"] == out["parallel"]
     # Serial: the row that is packed and the next one, which is read meanwhile.
     assert most_at_once["parallel"] >= 8 and most_at_once["serial"] <= 2, most_at_once
-
-
-def test_memory_of_images_read_ahead_is_bounded(monkeypatch):
-    """If they are large, at most MIN_PREFETCH_ROWS are requested ahead."""
-    monkeypatch.setattr(row_builder, "PREFETCH_BYTES", 1000)
-    items = [RawRow(n, f"made:{n}", {"image": f"{n}.png", "text": "x"}) for n in range(99)]
-    sizes = []
-
-    def read_image(folder, image, roots):
-        return bytes(100 if int(image.name.removesuffix(".png")) >= 40 else 1)
-
-    def count(self, request, job, image):
-        sizes.append(image.name)
-        return submit(self, request, job, image)
-
-    submit = ThreadPoolExecutor.submit
-    monkeypatch.setattr(row_builder, "read_image", read_image)
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", count)
-    source = SourceSpec("jsonl", "memory://raw", "rows.jsonl")
-    job = PrepareJob(source, to_path("memory://set"), LAX)
-    ahead = []
-    with closing(row_builder.ImageReader(job)) as reader:
-        for number, (_, row) in enumerate(reader.read_ahead(items), 1):
-            ahead.append(len(sizes) - number)
-            reader.read(row.images[0])
-    assert ahead[0] == row_builder.MIN_PREFETCH_ROWS and max(ahead) == row_builder.PREFETCH_ROWS
-    assert ahead[70] == 1000 // 100 and ahead[-1] == 0
 
 
 def test_files_of_a_store_are_deleted_in_parallel(memory, store_requests, monkeypatch):

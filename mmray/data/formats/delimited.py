@@ -175,7 +175,7 @@ class CsvSource(JsonlSource):
 
     def _read_layout(self, name: str) -> _Layout:
         path = self.folder / name
-        with open_sequential(self.text_path(name)) as file:
+        with open_sequential(path) as file:
             lines = LineReader(file)
             start = 0
             first = next((line for line in lines if line.strip()), b"")
@@ -191,7 +191,7 @@ class CsvSource(JsonlSource):
             else self._find_delimiter(text)
         )
         dialect = self._dialect(delimiter, text)
-        with open_sequential(self.text_path(name)) as file:
+        with open_sequential(path) as file:
             lines = LineReader(file, start)
             record = next((each for each in self._read_fields(lines, dialect) if each), [])
         if not record:
@@ -254,20 +254,6 @@ class CsvSource(JsonlSource):
         layout = self._layout(chunk.file)
         for line, location, record in super().records(chunk):
             yield line, location, (layout, record)
-
-    def labels(self, chunks: Sequence[SourceChunk]) -> Iterator[str]:
-        theirs = self.columns.get("label", "label")
-        for chunk in chunks:
-            names = self._layout(chunk.file).names
-            if theirs not in names:
-                continue
-            number = names.index(theirs)
-            # Without parsing the other fields, which takes five times as long.
-            for _, _, (_, record) in self.records(chunk):
-                with suppress(BadRow):
-                    fields = _cut(_decode_fields(record), names)
-                    if len(fields) == len(names) and fields[number]:
-                        yield fields[number]
 
     def parse(self, record: tuple[_Layout, list[str] | BadRow]) -> dict[str, Any]:
         layout, fields_or_error = record

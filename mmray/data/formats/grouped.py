@@ -80,7 +80,7 @@ class GroupedSource(ListingSource):
 
     def list_lines(self) -> Iterator[bytes]:
         source = self._source
-        chunks = list(source.scan(ROWS_PER_CHUNK, ()))
+        chunks = list(source.scan(ROWS_PER_CHUNK))
         self.class_names = source.class_names
         self.ignored = source.ignored
         if not chunks:

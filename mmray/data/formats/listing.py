@@ -11,7 +11,7 @@ import re
 import unicodedata
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
@@ -83,16 +83,15 @@ class ListingSource(Source):
             DataError: The source cannot be listed.
         """
 
-    def scan(
-        self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
-    ) -> Iterator[SourceChunk]:
+    def scan(self, rows_per_chunk: int) -> Iterator[SourceChunk]:
         with open_output(self.prepared_folder / self.listing) as file:
             for line in self.list_lines():
                 file.write(line)
         if (self.prepared_folder / self.listing).stat().st_size:
             rows = JsonlSource(self.prepared_folder, self.listing, {})
             rows.grows = self.grows
-            yield from rows.scan(rows_per_chunk, previous_chunk_ends)
+            rows.earlier = self.earlier
+            yield from rows.scan(rows_per_chunk)
 
     def list_lines(self) -> Iterator[bytes]:
         """Yield the lines of the listing, and count the rows by split."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
@@ -102,9 +102,7 @@ class ParquetSource(Source):
             rows = file.iter_batches(_ROWS_PER_BATCH, row_groups=groups, columns=columns)
             yield from _slice_rows(rows, start - (ends[first - 1] if first else 0), stop - start)
 
-    def scan(
-        self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
-    ) -> Iterator[SourceChunk]:
+    def scan(self, rows_per_chunk: int) -> Iterator[SourceChunk]:
         index = 0
         rows = 0
         names = self.names()

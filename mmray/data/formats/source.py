@@ -114,8 +114,8 @@ class Source(ABC):
     A subclass implements `scan`, `records` and `parse`, and sets the class attributes; a user's own
     subclass is named as `--format package.module:Class`.
 
-    `scan(rows_per_chunk, previous_chunk_ends)` yields the chunks on the driver, each a SourceChunk:
-    a part of one file that one task reads. In a task `read(chunk)` yields its rows as RawRow (line,
+    `scan(rows_per_chunk)` yields the chunks on the driver, each a SourceChunk: a part of one file
+    that one task reads. In a task `read(chunk)` yields its rows as RawRow (line,
     location, values by mmray's column names or a BadRow). It calls `records(chunk)`, which yields
     (line, location, unparsed record), and `parse(record)`, which returns the values by the column
     names of the source or raises BadRow.
@@ -137,7 +137,8 @@ class Source(ABC):
         keep: `prepare.keep`, names of columns to keep, or ("all",); () until the caller sets it.
         grows: Whether chunks grow with the number of rows before them, so that a large source has
             few; False until the caller sets it.
-        earlier: Chunks of an earlier scan with the same settings; () until the caller sets it.
+        earlier: Chunks of an earlier scan with the same settings; () until the caller sets it. A
+            format whose files grow at the end ends chunks where these end, so that they stay.
         roots: `prepare.root`, further folders in which files may be; () until the caller sets it.
         title: Name of the format in messages.
         reads_file: Whether a source of this format may be a single file.
@@ -206,17 +207,13 @@ class Source(ABC):
         return False
 
     @abstractmethod
-    def scan(
-        self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
-    ) -> Iterator[SourceChunk]:
+    def scan(self, rows_per_chunk: int) -> Iterator[SourceChunk]:
         """Split the source into chunks, and yield them in order.
 
         Rows are not decoded.
 
         Args:
             rows_per_chunk: Number of rows of a chunk, if the format allows the choice.
-            previous_chunk_ends: `stop` of the chunks of an earlier scan; a format whose files grow
-                at the end ends chunks there too, so that they stay the same. Empty: none.
 
         Raises:
             DataError: A file cannot be read or has another format.

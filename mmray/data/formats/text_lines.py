@@ -4,12 +4,13 @@ numbers.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import io
 import json
 import math
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, ClassVar
@@ -25,7 +26,7 @@ from mmray.data.formats.splits import splits_of_paths
 from mmray.data.images.formats import detect_format
 from mmray.data.rows import FOLDER, BadRow
 from mmray.errors import DataError
-from mmray.storage.paths import AnyPath, open_output, open_sequential
+from mmray.storage.paths import open_sequential
 from mmray.storage.requests import iter_parallel
 
 # Longer lines are truncated, so memory does not depend on their length.
@@ -33,6 +34,7 @@ MAX_LINE_BYTES = 16 * 1024 * 1024
 _PIECE_BYTES = 1024 * 1024
 MIN_COMPARED_BYTES = 64 << 20  # of a file whose earlier chunks are compared, not scanned again
 BOM = b"\xef\xbb\xbf"
+_UTF16_ADVICE = "is UTF-16: convert it with `iconv -f UTF-16 -t UTF-8 {} > NEW`"
 _OTHER_FORMATS = (
     (b"\x1f\x8b", "is gzip: unpack it with `gunzip {}`"),
     (b"BZh", "is bzip2: unpack it with `bunzip2 {}`"),
@@ -44,8 +46,9 @@ _OTHER_FORMATS = (
     (b"ARROW1", "is an Arrow file: write it as Parquet, or pass the table to `mmray.prepare`"),
     (b"\x89HDF", "is HDF5: pass its rows to `mmray.prepare` as an iterable of dicts"),
     (b"SQLite format 3", "is a database: export a table as CSV"),
+    (codecs.BOM_UTF16_LE, _UTF16_ADVICE),
+    (codecs.BOM_UTF16_BE, _UTF16_ADVICE),
 )
-_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 CP1252_HINT = "a file of Windows is converted with `iconv -f CP1252 -t UTF-8 FILE > NEW`"
 
 
@@ -107,7 +110,7 @@ class JsonlSource(Source):
 
     A subclass for another text format replaces `check(name)` (raises DataError for a wrong file),
     `iter_records(name, lines)` (yields the records of a file; a false value for a blank one) and
-    `parse(record)` (returns values by column name). `text_path(name)` is the path to read.
+    `parse(record)` (returns values by column name).
 
     Attributes:
         suffixes: Suffixes of its files.
@@ -122,7 +125,6 @@ class JsonlSource(Source):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._layouts: dict[str, Any] = {}
-        self._is_utf16: dict[str, bool] = {}
         self.num_multi_line = 0
         self.longest = (1, "")
 
@@ -131,24 +133,16 @@ class JsonlSource(Source):
         files = [name for name in names if name.lower().endswith(cls.suffixes)]
         return len(files) > 1 and None not in splits_of_paths(files).values()
 
-    def describe(self) -> str:
-        return f"{self.title}{' in UTF-16' if any(map(self.is_utf16, self.names())) else ''}"
-
-    def scan(
-        self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
-    ) -> Iterator[SourceChunk]:
+    def scan(self, rows_per_chunk: int) -> Iterator[SourceChunk]:
         names = self.names()
         splits = self.splits(names)
         index = 0
         rows = 0
         for name in names:
             self.check(name)
-            ends = previous_chunk_ends if self.name else ()
             same = self._unchanged_chunks(name)
             rows_before = rows + sum(chunk.num_rows or 0 for chunk in same)
-            for chunk in chain(
-                same, self._scan_file(name, rows_per_chunk, rows_before, ends, same)
-            ):
+            for chunk in chain(same, self._scan_file(name, rows_per_chunk, rows_before, same)):
                 yield replace(chunk, index=index, split=splits[name])
                 index += 1
                 rows += chunk.num_rows or 0
@@ -167,7 +161,7 @@ class JsonlSource(Source):
     def _has_bytes(self, chunk: SourceChunk) -> bool:
         digest = hashlib.sha256()
         left = chunk.stop - chunk.start
-        with open_sequential(self.text_path(chunk.file)) as file:
+        with open_sequential(self.folder / chunk.file) as file:
             file.seek(chunk.start)
             while piece := file.read(min(_PIECE_BYTES, left)):
                 digest.update(piece)
@@ -175,21 +169,17 @@ class JsonlSource(Source):
         return digest.hexdigest() == chunk.signature
 
     def _scan_file(
-        self,
-        name: str,
-        rows_per_chunk: int,
-        rows_before: int,
-        previous_chunk_ends: Collection[int],
-        same: Sequence[SourceChunk],
+        self, name: str, rows_per_chunk: int, rows_before: int, same: Sequence[SourceChunk]
     ) -> Iterator[SourceChunk]:
         """Yield the chunks of a file after its first ones, `same`."""
         start = same[-1].stop if same else 0
         records = rows = num_lines = 0
-        following = (each for each in self.earlier if (each.file, each.start) == (name, start))
-        first_line = next(following).first_line if same else 1
+        earlier = [chunk for chunk in self.earlier if chunk.file == name]
+        earlier_ends = {chunk.stop for chunk in earlier}
+        first_line = earlier[len(same)].first_line if same else 1
         lines_before = first_line - 1
         limit = self.chunk_rows(rows_per_chunk, rows_before)
-        with open_sequential(self.text_path(name)) as file:
+        with open_sequential(self.folder / name) as file:
             lines = LineReader(file, start)
 
             def chunk() -> SourceChunk:
@@ -206,7 +196,7 @@ class JsonlSource(Source):
                     first = lines_before + first_of_record
                     location = f"{name}, lines {first} to {lines_before + num_lines}"
                     self.longest = max(self.longest, (num_lines - first_of_record + 1, location))
-                if records == limit or lines.offset in previous_chunk_ends:
+                if records == limit or lines.offset in earlier_ends:
                     yield chunk()
                     start = lines.offset
                     first_line = lines_before + lines.num_lines + 1
@@ -220,7 +210,7 @@ class JsonlSource(Source):
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
         line = chunk.first_line
-        with open_sequential(self.text_path(chunk.file)) as file:
+        with open_sequential(self.folder / chunk.file) as file:
             lines = LineReader(file, chunk.start, chunk.stop)
             for record in self.iter_records(chunk.file, lines):
                 if record:
@@ -231,8 +221,6 @@ class JsonlSource(Source):
 
     def check(self, name: str) -> None:
         """Raise DataError if a file is missing or clearly of another format.
-
-        Of a file in UTF-16 it also writes the copy in UTF-8 to which `text_path` leads.
 
         Args:
             name: Path of the file, relative to the folder of the source.
@@ -246,35 +234,6 @@ class JsonlSource(Source):
             raise DataError(
                 f"{self.folder / name} is an image ({image}): give a file of rows, or a folder"
             )
-        if self.is_utf16(name):
-            self._convert_utf16(name)
-
-    def is_utf16(self, name: str) -> bool:
-        """Return whether a file starts with the byte order mark of UTF-16."""
-        if name not in self._is_utf16:
-            self._is_utf16[name] = read_head(self.folder, name, 2) in _UTF16_MARKS
-        return self._is_utf16[name]
-
-    def text_path(self, name: str) -> AnyPath:
-        """Return the path from which to read a file: its own, or for a file in UTF-16 that of the
-        copy in UTF-8 that `check` writes into the folder of the prepared set.
-        """
-        if not self.is_utf16(name):
-            return self.folder / name
-        return self.prepared_folder / f"utf8-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
-
-    def _convert_utf16(self, name: str) -> None:
-        """Write the copy of a file in UTF-8. Raises DataError if it is damaged."""
-        with (
-            open_sequential(self.folder / name) as file,
-            open_output(self.text_path(name)) as copy,
-        ):
-            text = io.TextIOWrapper(io.BufferedReader(file), "utf-16", newline="")
-            try:
-                while piece := text.read(_PIECE_BYTES):
-                    copy.write(piece.encode())
-            except UnicodeError as error:
-                raise DataError(f"{self.folder / name} is damaged UTF-16: {error}") from None
 
     def iter_records(self, name: str, lines: LineReader) -> Iterator[Any]:
         """Yield the records of a file: its lines, or b"" for a line of white space only.
@@ -332,8 +291,9 @@ def decode_text(data: bytes, name: str) -> str:
     Raises:
         BadRow: With stage `parse` and reason `encoding`.
     """
+    is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
-        return data.decode("utf-16" if data.startswith(_UTF16_MARKS) else "utf-8-sig")
+        return data.decode("utf-16" if is_utf16 else "utf-8-sig")
     except UnicodeDecodeError as error:
         detail = f"{name} is not UTF-8 at byte {error.start} ({CP1252_HINT})"
         raise BadRow("parse", "encoding", detail) from None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import re
 import tarfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from operator import itemgetter
@@ -96,9 +96,7 @@ class WebDatasetSource(Source):
     def matches_folder(cls, names: list[str]) -> bool:
         return any(name.lower().endswith(cls.suffixes) for name in names)
 
-    def scan(
-        self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
-    ) -> Iterator[SourceChunk]:
+    def scan(self, rows_per_chunk: int) -> Iterator[SourceChunk]:
         names = self.names()
         self.class_names = self._listed_classes
         splits = self.splits(names)

@@ -16,7 +16,7 @@ import orjson
 import pyarrow as pa
 
 from mmray.data.formats.source import Source
-from mmray.data.prepare.duplicates import NO_ROW, SAME_CONTENT, SAME_KEY, DedupResult
+from mmray.data.prepare.duplicates import NO_ROW, SAME_KEY, DedupResult
 from mmray.data.prepare.records import PackedRows
 from mmray.data.rows import HELD_OUT_SPLITS
 from mmray.data.store.manifest import (
@@ -33,7 +33,7 @@ from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, open_output, write_atomic
 
 OVERLAP = "overlap"  # the reason of rows that --drop-overlap quarantines; they do not count as bad
-REASONS = (OVERLAP, "duplicate-key", "duplicate", "duplicate-text")
+REASONS = (OVERLAP, "duplicate-key", "duplicate")
 # Reasons of rows of which a column is missing under its name.
 _COLUMN_REASONS = {"no-image", "no-text"}
 # more hardly change a vocabulary of some thousand tokens, and all are in memory
@@ -142,8 +142,7 @@ def _with_reasons(packed: PackedRows, dedup: DedupResult, dropped: pa.Table) -> 
         elif reason == SAME_KEY:
             detail = "another row has this id"
         else:
-            what = "duplicate of" if reason == SAME_CONTENT else "same captions as"
-            detail = f"{what} row {keys[number]}"
+            detail = f"duplicate of row {keys[number]}"
             original_split = packed.shards[shards[number]].split
             if packed.shards[shard].split != original_split:
                 detail += f" (in split {original_split})"

@@ -43,7 +43,6 @@ LEAKS = "leaks.jsonl"
 HASHES = "image-hashes"  # column of the hashes of the images of a row, also of other sets
 EXACT = -1
 PHASH_DISTANCE = 7  # bits of 256: images whose hashes differ in more are different images
-MAX_EXAMPLES = 12  # maximum rows with thumbnails
 CELLS = 4
 # Levels of 255, mean over the cells. JPEG with quality 30 changes them by 2.
 MAX_COLOR_DISTANCE = 4.0
@@ -54,8 +53,7 @@ _STORED_HASH: list[Any] = [
     ("has_phash", "?"),
 ]
 _STORED_HASH_DTYPE = np.dtype(_STORED_HASH)
-# `image` is the number in the row.
-IMAGE_HASH_DTYPE = np.dtype([*_STORED_HASH, ("row", "<i8"), ("image", "<i4")])
+IMAGE_HASH_DTYPE = np.dtype([*_STORED_HASH, ("row", "<i8")])
 QUERIES_PER_COMPARISON = 64  # of a thousand similar frames of a video, a million pairs match
 _NumberedShards = tuple[tuple[Shard, int], ...]  # with the number of the first row of each
 
@@ -65,11 +63,9 @@ class ContaminatedRow(NamedTuple):
 
     Attributes:
         row: Number of the row in the set that is being prepared, without its duplicates.
-        image: Index of the matching image in the `media` of the row.
         other: Number of the set that has the other row; 0: another split of the set that is being
             prepared.
         match: Number of the other row in that set.
-        match_image: Index of the image in the `media` of the other row.
         hamming_distance: How many of the 256 bits of the perceptual hashes differ; EXACT (-1): the
             images have the same bytes.
         key: Key of the row.
@@ -77,10 +73,8 @@ class ContaminatedRow(NamedTuple):
     """
 
     row: int
-    image: int
     other: int
     match: int
-    match_image: int
     hamming_distance: int
     key: str
     match_key: str
@@ -103,10 +97,8 @@ def validate(settings: Prepare, out: str) -> None:
         out: Address of the set that will be written.
 
     Raises:
-        UsageError: A package is missing, images are not read, or `check_contamination` names `out`
-            itself.
-        DataError: `check_contamination` names a folder that is not a prepared set, or a set whose
-            images were not read.
+        UsageError: A package is missing, or `check_contamination` names `out` itself.
+        DataError: `check_contamination` names a folder that is not a prepared set.
     """
     if not is_enabled(settings):
         return
@@ -115,22 +107,13 @@ def validate(settings: Prepare, out: str) -> None:
             "--check-contamination and --drop-overlap need the packages imagehash and faiss: "
             "pip install 'mmray[leakage]'"
         )
-    if settings.index_only and settings.check == "none":
-        raise UsageError(
-            "--check-contamination and --drop-overlap compare images, and --index-only with "
-            "--check none does not read them: use --check header"
-        )
     for address in settings.check_contamination:
         if to_path(address) == to_path(out):
             raise UsageError(
                 f"--check-contamination {address} is the set that is being prepared: "
                 "name another one"
             )
-        if not PreparedSet.open(address).manifest.has_image_checksums:
-            raise DataError(
-                f"--check-contamination {address}: this set was prepared with --index-only --check "
-                "none, so its images may have changed: prepare it with --check header"
-            )
+        PreparedSet.open(address)
 
 
 def check_contamination(
@@ -202,12 +185,12 @@ def _find_contaminated_rows(
     size = max(1, -(-len(numbered[0]) // MAX_FILES))
     items = [numbered[0][start : start + size] for start in range(0, len(numbered[0]), size)]
     with closing(map_tasks(work, items)) as results:
-        hits = np.concatenate([np.zeros((0, 6), np.int64), *results])
+        hits = np.concatenate([np.zeros((0, 4), np.int64), *results])
     hits = hits[np.argsort(hits[:, 0])]
     match_keys = np.empty(len(hits), object)
     for number, prepared in enumerate(sets):
-        is_in_set = hits[:, 2] == number
-        match_keys[is_in_set] = prepared.keys(hits[is_in_set, 3])
+        is_in_set = hits[:, 1] == number
+        match_keys[is_in_set] = prepared.keys(hits[is_in_set, 2])
     keys = sets[0].keys(hits[:, 0])
     return [
         ContaminatedRow._make([*hit, key, match_key])
@@ -242,9 +225,9 @@ def _search_task(
         references: By split of a shard, the number of each set to search in, and its shards.
 
     Returns:
-        int64 [hits, 6]: row, image, number of the set, row and image in it, Hamming distance.
+        int64 [hits, 4]: row, number of the set, row in it, Hamming distance.
     """
-    hits = [np.zeros((0, 6), np.int64)]
+    hits = [np.zeros((0, 4), np.int64)]
     for (shard, _), queries in zip(shards, _read_hashes(values, shards), strict=True):
         for number, others in references[_split(shard)]:
             key = (others, max_distance)
@@ -256,10 +239,9 @@ def _search_task(
             match, distances = index.search(queries)
             found = np.flatnonzero(match != NO_ROW)
             found = found[np.unique(queries["row"][found], return_index=True)[1]]
-            matches = index.images[match[found]]
             rows = queries["row"][found]
-            matched = [matches["row"], matches["image"], distances[found]]
-            fields = [rows, queries["image"][found], np.full(len(rows), number), *matched]
+            matched_rows = index.images["row"][match[found]]
+            fields = [rows, np.full(len(rows), number), matched_rows, distances[found]]
             hits.append(np.stack(fields, axis=1))
             queries = queries[~np.isin(queries["row"], rows)]
     return np.concatenate(hits)
@@ -268,7 +250,7 @@ def _search_task(
 def _read_hashes(
     values: RowValues, shards: Sequence[tuple[Shard, int]]
 ) -> Generator[np.ndarray, None, None]:
-    """Yield the hashes of the images of each shard (IMAGE_HASH_DTYPE, 109 bytes an image).
+    """Yield the hashes of the images of each shard (IMAGE_HASH_DTYPE, 105 bytes an image).
 
     Args:
         shards: The shards, with the number of the first row of each.
@@ -283,7 +265,6 @@ def _read_hashes(
             stored = np.frombuffer(of_rows.flatten().buffers()[1], _STORED_HASH_DTYPE, len(hashes))
             hashes[[*(_STORED_HASH_DTYPE.names or ())]] = stored
         hashes["row"] = first_row + np.repeat(np.arange(len(kept)), counts)
-        hashes["image"] = np.arange(len(hashes)) - np.repeat(np.cumsum(counts) - counts, counts)
         yield hashes
 
 
@@ -394,37 +375,15 @@ def _describe(row: ContaminatedRow, sets: Sequence[PreparedSet]) -> str:
 def _write_leaks(
     out: AnyPath, sets: Sequence[PreparedSet], contaminated: Sequence[ContaminatedRow]
 ) -> None:
-    """Write leaks.jsonl. Some records, of near and of exact matches, have thumbnails of both
-    images.
-    """
-    exact = [each for each in contaminated if each.hamming_distance == EXACT]
-    near = [each for each in contaminated if each.hamming_distance != EXACT]
-    examples = [*near[: MAX_EXAMPLES // 2], *exact][:MAX_EXAMPLES]
-    with open_output(out / LEAKS) as file, closing(SubprocessDecoder()) as subprocess_decoder:
+    with open_output(out / LEAKS) as file:
         for each in contaminated:
-            other = sets[each.other]
-            line: dict[str, Any] = {
+            line = {
                 "key": each.key,
-                "set": str(other.folder) if each.other else None,
+                "set": str(sets[each.other].folder) if each.other else None,
                 "other": each.match_key,
                 "bits": None if each.hamming_distance == EXACT else each.hamming_distance,
             }
-            if each in examples:
-                line["thumbnails"] = [
-                    _thumbnail(sets[0], each.row, each.image, subprocess_decoder),
-                    _thumbnail(other, each.match, each.match_image, subprocess_decoder),
-                ]
             file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
-
-
-def _thumbnail(
-    prepared: PreparedSet, row: int, image: int, subprocess_decoder: SubprocessDecoder
-) -> str | None:
-    """Return a thumbnail of an image of a row; None if it cannot be read."""
-    with suppress(OSError, ValueError):
-        [stored] = prepared.read(np.array([row]))
-        return subprocess_decoder.thumbnail(stored.media[image].data)
-    return None
 
 
 def _hash_image(

@@ -28,8 +28,7 @@ MAX_SORTED_ROWS = 1 << 21  # rows that are searched at a time; about 100 bytes e
 LATER = 1 << 62  # `order` of a row: its number, plus this if it is not held out
 SAME_KEY = 1
 SAME_CONTENT = 2
-SAME_TEXT = 3
-DuplicateRule = Literal["image", "row", "text", "keep"]
+DuplicateRule = Literal["image", "row", "keep"]
 _REPEATS = pa.schema([("order", pa.int64()), ("first", pa.int64()), ("reason", pa.uint8())])
 
 
@@ -125,13 +124,8 @@ def _find_repeats(table: pa.Table, reason: int, held_out: Sequence[int]) -> pa.T
     repeated = groups.filter(pc.greater(groups["order_count"], 1))
     pairs = rows.join(repeated, "digest", join_type="inner")
     pairs = pairs.filter(pc.greater(pairs["order"], pairs["order_min"]))
-    return _repeats(pairs["order"], pairs["order_min"], reason)
-
-
-def _repeats(order: Any, first: Any, reason: Any) -> pa.Table:
-    """Return a table of repeats; `reason` is that of all or of each."""
-    reasons = np.broadcast_to(np.array(reason, np.uint8), len(order))
-    return pa.table([order, first, reasons], _REPEATS)
+    reasons = np.full(len(pairs), reason, np.uint8)
+    return pa.table([pairs["order"], pairs["order_min"], reasons], _REPEATS)
 
 
 def _count_pairs(table: pa.Table, split_of: Sequence[int]) -> tuple[int, np.ndarray]:
@@ -156,7 +150,7 @@ class DedupResult:
             contaminated.
         reasons: uint8 [D], why. 1: it has the same key within its split. 2: it has the same images,
             audio and video; with the rule `row` also the same captions, and a conversation always
-            also the same messages. 3: it has the same captions, only with the rule `text`.
+            also the same messages.
         contaminated: By number of a contaminated row (whose image is also in another set or split)
             a sentence for quarantine.jsonl: which row of which set it repeats.
     """
@@ -185,8 +179,7 @@ def find_duplicates(digests: Digests, rule: DuplicateRule) -> DedupResult:
 
     Args:
         rule: `prepare.duplicates`: `image` (same images, and same conversation if there is one),
-            `row` (same images and captions), `text` (same images or same captions) or `keep`
-            (none).
+            `row` (same images and captions) or `keep` (none).
     """
     found = [_REPEATS.empty_table()]
     if rule != "keep":
@@ -195,49 +188,12 @@ def find_duplicates(digests: Digests, rule: DuplicateRule) -> DedupResult:
         none = np.zeros(0, np.int64)
         found += digests.search(partial(search, reason=SAME_KEY), 0, none)
         dropped = pa.concat_tables(found)["order"].to_numpy() % LATER
-        contents = digests.search(partial(search, reason=SAME_CONTENT), 1, dropped)
-        if rule == "text":
-            texts = digests.search(partial(search, reason=SAME_TEXT), 2, dropped)
-            contents = [_keep_first(pa.concat_tables(contents), pa.concat_tables(texts))]
-        found += contents
+        found += digests.search(partial(search, reason=SAME_CONTENT), 1, dropped)
     repeats = pa.concat_tables(found)
     rows = repeats["order"].to_numpy() % LATER
     order = np.argsort(rows)
     originals = repeats["first"].to_numpy() % LATER
     return DedupResult(rows[order], originals[order], repeats["reason"].to_numpy()[order])
-
-
-def _keep_first(contents: pa.Table, texts: pa.Table) -> pa.Table:
-    """Return the rows that repeat a kept row with the same image, otherwise one with the same
-    captions.
-
-    Works row by row, because a row that is dropped for its captions must not cause another row with
-    its image to be dropped.
-    """
-    first_image = _to_dict(contents)
-    first_text = _to_dict(texts)
-    kept_image: dict[int, int] = {}
-    kept_text: dict[int, int] = {}
-    orders = []
-    firsts = []
-    reasons = []
-    rows = {*first_image, *first_image.values(), *first_text, *first_text.values()}
-    for row in sorted(rows):
-        image = first_image.get(row, row)
-        text = first_text.get(row, row)
-        if image not in kept_image and text not in kept_text:
-            kept_image[image] = row
-            kept_text[text] = row
-            continue
-        is_same_image = image in kept_image
-        orders.append(row)
-        firsts.append(kept_image[image] if is_same_image else kept_text[text])
-        reasons.append(SAME_CONTENT if is_same_image else SAME_TEXT)
-    return _repeats(orders, firsts, reasons)
-
-
-def _to_dict(repeats: pa.Table) -> dict[int, int]:
-    return dict(zip(repeats["order"].to_pylist(), repeats["first"].to_pylist(), strict=True))
 
 
 def caption_fields(

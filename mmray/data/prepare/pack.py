@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from mmray.data.prepare.records import (
     record_path,
     write_records,
 )
-from mmray.data.prepare.row_builder import ImageReader, RowBuilder, sha256
+from mmray.data.prepare.row_builder import RowBuilder, read_rows, sha256
 from mmray.data.prepare.tasks import RESUME_HINT, run_with_crash_limit
 from mmray.data.rows import BadRow, SourceRow, to_utf8
 from mmray.data.store.manifest import SHARDS, text_columns
@@ -83,10 +83,10 @@ def pack_chunk(
     """
     file = record_path(chunk.index)
     source = job.open()
-    with closing(ImageReader(job)) as reader, ExitStack() as shard_files:
-        builder = RowBuilder(job, subprocess_decoder, reader.read)
+    with ExitStack() as shard_files:
+        builder = RowBuilder(job, subprocess_decoder)
         packer = _ChunkPacker(job, chunk, builder, source.has_types, shard_files)
-        for item, row in reader.read_ahead(source.read(chunk)):
+        for item, row in read_rows(job, source.read(chunk)):
             packer.pack(to_utf8(item.location), row)
     # The shard files are closed now.
     record = packer.record(file, labels)

@@ -193,12 +193,6 @@ def prepare(
         ResourceError: A failure that may be temporary.
         TrainingError: Another process has taken over the folder.
     """
-    if settings.holdout and settings.index_only and settings.check == "none":
-        raise UsageError(
-            "prepare.holdout assigns splits by the hash of the image, and prepare.index_only with "
-            "prepare.check none does not read images: use --check header, or set the splits in the "
-            "source (column `split`)"
-        )
     try:
         contamination.validate(settings, out)
         folder = to_path(out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import reprlib
 import tempfile
 from collections import Counter
@@ -12,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from mmray.builtin import COLUMNS
@@ -20,11 +18,10 @@ from mmray.data.formats.listing import JsonArraySource
 from mmray.data.formats.source import RawRow, Source, SourceChunk, check_columns, check_named
 from mmray.data.formats.text_lines import JsonlSource
 from mmray.data.formats.values import is_list, order_classes
-from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare.job import PrepareJob
 from mmray.data.prepare.records import Labels, Record, map_rows
-from mmray.data.prepare.row_builder import ImageReader, RowBuilder
+from mmray.data.prepare.row_builder import RowBuilder
 from mmray.data.rows import (
     FOLDER,
     KEPT_COLUMNS,
@@ -95,7 +92,7 @@ def understand(
     chunks: list[SourceChunk] = []
     rows = 0
     source.earlier = earlier
-    for chunk in source.scan(job.rows_per_shard, {chunk.stop for chunk in earlier}):
+    for chunk in source.scan(job.rows_per_shard):
         chunks.append(chunk)
         rows += chunk.num_rows or 0
         on_rows(rows)
@@ -132,13 +129,6 @@ def _check_columns(job: PrepareJob, source: Source, first_rows: Sequence[RawRow]
         )
     )
     if type(source) in (JsonlSource, JsonArraySource):
-        first = {name: rows[0].get(name) for name in names}
-        if len(first_rows) == 1 and (items := _find_items(first)):
-            raise DataError(
-                f"{file} is one object with {', '.join(names)[:200]}, and not a row: write its "
-                f"rows as JSON lines, for example with `jq -c '{items}' {quote(source.name)} > "
-                "rows.jsonl`"
-            )
         # rename_columns has dropped what a mapped column replaces
         lacking = {ours: theirs for ours, theirs in source.columns.items() if ours not in names}
         check_columns(names, lacking, file)
@@ -151,20 +141,6 @@ def _kept_names(first_rows: Sequence[RawRow]) -> list[str]:
     """Return the names of the columns that `prepare.keep` stores."""
     rows = [row.values for row in first_rows if isinstance(row.values, dict)]
     return list(dict.fromkeys(name for row in rows for name in row.get(KEPT_COLUMNS, {})))
-
-
-def _find_items(values: dict[str, Any]) -> str:
-    """Return the expression of jq for the rows inside of a JSON object; "" if it is a row."""
-    if values.keys() & set(COLUMNS):
-        return ""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            return ".[]"
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            return f".{json.dumps(name)}[]"
-        if name.lower().endswith(IMAGE_SUFFIXES):
-            return "to_entries[] | {image: .key, text: .value}"
-    return ""
 
 
 def find_class_names(
@@ -361,7 +337,7 @@ def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
         examples: dict[str, str] = {}
         notices: Counter[str] = Counter()
         with closing(SubprocessDecoder()) as decoder:
-            builder = RowBuilder(job, decoder, ImageReader(job).read)
+            builder = RowBuilder(job, decoder)
             for row in _read_first_rows(source, chunks):
                 try:
                     parsed = job.parse_row(row)

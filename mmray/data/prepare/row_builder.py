@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,9 @@ from mmray.data.rows import BadRow, ImageRef, SourceRow
 from mmray.data.store.stored_row import Media
 from mmray.data.text.tokenizer import clean_caption
 from mmray.storage.paths import RemotePath
+from mmray.storage.requests import iter_parallel
 
-# images by URL or on an object store that are requested, and rows that wait for them
-PREFETCH_ROWS = 32
-PREFETCH_BYTES = 64 << 20  # size of these images, if they are more than MIN_PREFETCH_ROWS
-MIN_PREFETCH_ROWS = 8
-READ_THREADS = 16
+READ_THREADS = 16  # of a task, for images on an object store
 
 
 class RowBuilder:
@@ -53,25 +50,19 @@ class RowBuilder:
         job: Source, output folder and settings.
         subprocess_decoder: Decodes each image and clip first, in a child process; None: they are
             decoded in this process only.
-        read: Returns the bytes of an image, audio or video; raises BadRow.
 
     Attributes:
         signatures: List of (name, size in bytes, modification time in ns) of the local files of
             images, audio and video since the caller cleared it.
     """
 
-    def __init__(
-        self,
-        job: PrepareJob,
-        subprocess_decoder: SubprocessDecoder | None,
-        read: Callable[[ImageRef], bytes],
-    ) -> None:
+    def __init__(self, job: PrepareJob, subprocess_decoder: SubprocessDecoder | None) -> None:
         self.signatures: list[tuple[str, int | None, int | None]] = []
         self._settings = job.settings
         self._compute = job.compute
         self._source = job.folder
         self._subprocess_decoder = subprocess_decoder
-        self._read = read
+        self._read = partial(_read_image, job)
 
     def build(self, row: SourceRow) -> str:
         """Complete a validated row of the source with its media, and return their digest.
@@ -155,23 +146,16 @@ class RowBuilder:
 
     def _add_media(self, row: SourceRow, image: ImageRef) -> tuple[str, tuple[int, int]]:
         """Add an image, audio or video to a row; return its digest and size (width, height) as
-        read.
-
-        With `--index-only --check none` it is not read: it has no checksum, and only the same file
-        is its duplicate. Raises BadRow.
+        read. Raises BadRow.
         """
         settings = self._settings
         ref = self._reference(image)
-        if settings.index_only and settings.check == "none":
-            row.media.append(Media(image.kind, b"", ref))
-            return sha256(orjson.dumps(ref)), (0, 0)
         data = self._read(image)
         media = Media(image.kind, data, ref, sha256(data))
         try:
             if image.kind == "image":
                 size = self._check_image(media)
-                if settings.check != "none":
-                    row.notices += image_notices(data, settings.max_pixels)
+                row.notices += image_notices(data, settings.max_pixels)
             else:
                 self._check_clip(media, row, image.name)
                 size = (media.width, media.height)
@@ -203,7 +187,6 @@ class RowBuilder:
         settings = self._settings
         decoder = self._subprocess_decoder
         data = media.data
-        size = (0, 0)
         if settings.image_side:
             if decoder is not None:
                 decoder.check(data, settings.max_pixels)
@@ -213,7 +196,7 @@ class RowBuilder:
         elif settings.check == "full":
             check = verify_image if decoder is None else decoder.check
             size = check(data, settings.max_pixels)
-        elif settings.check == "header":
+        else:
             size = header_size(data, settings.max_pixels)
         media.width, media.height = size if media.data is data else header_size(media.data)
         return size
@@ -225,8 +208,6 @@ class RowBuilder:
         """
         settings = self._settings
         rate = settings.audio_rate if media.kind == "audio" else 0
-        if settings.check == "none" and not rate:
-            return
         header_only = settings.check == "header" and not rate
         if self._subprocess_decoder is not None:
             info = self._subprocess_decoder.check_media(
@@ -249,63 +230,28 @@ class RowBuilder:
         media.height = info.height
 
 
-class ImageReader:
-    """Reads the images of a source; those of a store in threads, ahead of the row that is packed.
-
-    Up to PREFETCH_ROWS (32) images are requested ahead, fewer if the last one was large.
+def read_rows(
+    job: PrepareJob, items: Iterable[RawRow]
+) -> Iterator[tuple[RawRow, SourceRow | BadRow]]:
+    """Validate rows, and yield them in order; those of a store with their images, which threads
+    read ahead.
     """
+    if isinstance(job.folder, RemotePath):
+        return iter_parallel(partial(_read_row, job, reads_images=True), items, READ_THREADS)
+    return map(partial(_read_row, job), items)
 
-    def __init__(self, job: PrepareJob) -> None:
-        self._job = job
-        is_read = not (job.settings.index_only and job.settings.check == "none")
-        is_remote = isinstance(job.folder, RemotePath)
-        self._pool = ThreadPoolExecutor(READ_THREADS, "read") if is_read and is_remote else None
-        self._requests: dict[ImageRef, Future[bytes]] = {}  # of the row that is packed
-        self._max_requests = MIN_PREFETCH_ROWS
 
-    def read_ahead(self, items: Iterable[RawRow]) -> Iterator[tuple[RawRow, SourceRow | BadRow]]:
-        """Validate rows, request their images, and yield them in order."""
-        pending: deque[tuple[RawRow, SourceRow | BadRow, dict[ImageRef, Future[bytes]]]] = deque()
-        num_requests = 0  # of the pending rows
-        for item in chain(items, [None]):
-            if item is not None:
-                row: SourceRow | BadRow
-                try:
-                    row = self._job.parse_row(item)
-                except BadRow as bad:
-                    row = bad
-                requests = self._request(row)
-                num_requests += len(requests)
-                pending.append((item, row, requests))
-            while pending and (
-                item is None or num_requests > self._max_requests or not pending[0][2]
-            ):
-                first, row, self._requests = pending.popleft()
-                num_requests -= len(self._requests)
-                yield first, row
-
-    def _request(self, row: SourceRow | BadRow) -> dict[ImageRef, Future[bytes]]:
-        requests: dict[ImageRef, Future[bytes]] = {}
-        if self._pool is not None and isinstance(row, SourceRow):
-            for image in row.images:
-                if image.data is None and image not in requests:
-                    requests[image] = self._pool.submit(_read_image, self._job, image)
-        return requests
-
-    def read(self, image: ImageRef) -> bytes:
-        """Return the bytes of an image. Raises BadRow."""
-        # Of an image in the row a search in the requests would hash all bytes.
-        if image.data is not None or image not in self._requests:
-            return _read_image(self._job, image)
-        data = self._requests[image].result()
-        num_images = PREFETCH_BYTES // (len(data) or 1)
-        self._max_requests = min(PREFETCH_ROWS, max(MIN_PREFETCH_ROWS, num_images))
-        return data
-
-    def close(self) -> None:
-        """End the threads."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+def _read_row(
+    job: PrepareJob, item: RawRow, reads_images: bool = False
+) -> tuple[RawRow, SourceRow | BadRow]:
+    try:
+        row = job.parse_row(item)
+    except BadRow as bad:
+        return item, bad
+    if reads_images:
+        with suppress(BadRow):  # `RowBuilder` reads the image again, and raises it
+            row.images = [replace(image, data=_read_image(job, image)) for image in row.images]
+    return item, row
 
 
 def _read_image(job: PrepareJob, image: ImageRef) -> bytes:

@@ -139,13 +139,6 @@ class Manifest:
         """Whether the set refers to images in its source instead of storing them."""
         return bool(self.settings.get("index_only"))
 
-    @property
-    def has_image_checksums(self) -> bool:
-        """Whether the digests of the shards cover the bytes of the images: not of an index-only set
-        that was prepared with `check` `none`, so that no image was read.
-        """
-        return not self.is_index_only or self.settings.get("check", "full") != "none"
-
 
 def text_columns(columns: Sequence[str]) -> tuple[str, ...]:
     """Return the columns of the source that have texts, if they are several; otherwise ()."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
@@ -30,14 +29,13 @@ SELECTIONS_DIR = ".selections"
 _HINT = "write for example `similarity > 0.3 and width >= 200`"
 _KEEP = "`mmray prepare --keep NAME,NAME` stores columns of a source"
 _SYNTAX = "comparisons, and, or, not, in [...], is None, and + - * / of numbers"
-_COMPARISONS = {
+_ORDERS = {
     ast.Lt: pc.less,
     ast.LtE: pc.less_equal,
     ast.Gt: pc.greater,
     ast.GtE: pc.greater_equal,
-    ast.Eq: pc.equal,
-    ast.NotEq: pc.not_equal,
 }
+_COMPARISONS = _ORDERS | {ast.Eq: pc.equal, ast.NotEq: pc.not_equal}
 _ARITHMETIC = {  # of integers exactly; one of more than 64 bits is an error
     ast.Add: pc.add_checked,
     ast.Sub: pc.subtract_checked,
@@ -48,26 +46,7 @@ _TYPE_NAMES = {"string": "a text", "bool": "true or false"}
 _OPERATORS = (ast.expr_context, ast.boolop, ast.cmpop, ast.Not, ast.USub)
 _OPERANDS = (ast.BoolOp, ast.UnaryOp, ast.Compare, ast.BinOp, ast.Name, ast.List, ast.Tuple)
 Values = Any  # pa.Array or pa.Scalar
-
-
-@dataclass(frozen=True)
-class Ranges:
-    """The lowest and the highest values of columns by name, in each of some shards; null if not
-    known, or if values are missing.
-
-    As columns of a condition it has the values that all rows of a shard share, so that the result
-    is null for a shard whose rows must be read.
-    """
-
-    lows: dict[str, pa.Array]
-    highs: dict[str, pa.Array]
-
-    def __getitem__(self, name: str) -> pa.Array:
-        low = self.lows[name]
-        return pc.if_else(pc.equal(low, self.highs[name]), low, pa.scalar(None, low.type))
-
-
-Columns = Mapping[str, pa.Array] | Ranges
+Columns = Mapping[str, pa.Array]
 
 
 class RowFilter:
@@ -130,7 +109,7 @@ class RowFilter:
                 {name: pa.nulls(0, TYPES[str(kind)]) for name, kind in compared_types.items()}
             )
 
-    def selected(self, columns: Mapping[str, pa.Array]) -> np.ndarray:
+    def selected(self, columns: Columns) -> np.ndarray:
         """Return the numbers of the rows that the condition selects, sorted, int64.
 
         Raises:
@@ -144,11 +123,27 @@ class RowFilter:
             raise ValueError(f"`{self.text}`: {error} ({types}); {_HINT}") from None
         return pc.indices_nonzero(result).to_numpy().astype(np.int64)
 
-    def selected_shards(self, ranges: Ranges) -> list[bool | None]:
+    def selected_shards(self, lows: Columns, highs: Columns) -> list[bool | None]:
         """Return whether all rows (True) or none (False) of each shard are selected; None if that
         is known only from its rows.
+
+        Parts that `and` joins decide if they compare one column by <, <=, > or >= with a value.
+
+        Args:
+            lows: Lowest value of each column in each shard; null if not known, or if values of the
+                shard are missing.
+            highs: Highest values alike.
         """
-        result: list[bool | None] = self._evaluate(self._root, ranges).to_pylist()
+        root = self._root
+        is_and = isinstance(root, ast.BoolOp) and isinstance(root.op, ast.And)
+        decided = []
+        for part in root.values if is_and else [root]:  # type: ignore[attr-defined]
+            of_shards = pa.nulls(len(lows[self.columns[0]]), pa.bool_())
+            if _is_monotone(part):
+                first, last = (self._evaluate(part, each) for each in (lows, highs))
+                of_shards = pc.if_else(pc.equal(first, last), first, of_shards)
+            decided.append(of_shards)
+        result: list[bool | None] = reduce(pc.and_kleene, decided).to_pylist()
         return result
 
     def _error(self, node: ast.AST, message: str) -> ValueError:
@@ -192,31 +187,10 @@ class RowFilter:
 
     def _compare(self, left: ast.expr, op: ast.cmpop, right: ast.expr, columns: Columns) -> Values:
         """Return the result of one comparison."""
-        if isinstance(columns, Ranges):
-            if isinstance(op, (ast.Eq, ast.NotEq)):
-                parts = [self._compare(left, each(), right, columns) for each in (ast.LtE, ast.GtE)]
-                is_equal = pc.and_kleene(*parts)
-                return is_equal if isinstance(op, ast.Eq) else pc.invert(is_equal)
-            names = [
-                each
-                for side in (left, right)
-                for each in ast.walk(side)
-                if isinstance(each, ast.Name)
-            ]
-            if type(op) in _COMPARISONS and len(names) == 1 and names[0] in (left, right):
-                first, last = (
-                    self._compare(left, op, right, each) for each in (columns.lows, columns.highs)
-                )
-                return pc.if_else(pc.equal(first, last), first, pa.scalar(None, pa.bool_()))
         value = self._evaluate(left, columns)
         if isinstance(op, (ast.Is, ast.IsNot)):
             if not isinstance(right, ast.Constant) or right.value is not None:
                 raise self._error(right, "`is` compares with None; use == for a value")
-            if isinstance(columns, Ranges):
-                known = self._evaluate(left, columns.lows).is_valid()
-                return pc.if_else(
-                    known, pa.scalar(isinstance(op, ast.IsNot)), pa.scalar(None, pa.bool_())
-                )
             return pc.is_null(value) if isinstance(op, ast.Is) else pc.is_valid(value)
         if isinstance(op, (ast.In, ast.NotIn)):
             if not isinstance(right, (ast.List, ast.Tuple)) or not right.elts:
@@ -234,6 +208,14 @@ class RowFilter:
             kinds = [_TYPE_NAMES.get(str(each.type), "a number") for each in (other, value)]
             message = f"is {kinds[0]}, and is compared with {kinds[1]}; {_HINT}"
             raise self._error(right, message) from None
+
+
+def _is_monotone(part: ast.expr) -> bool:
+    """Return whether a condition compares one column by order with values."""
+    if not isinstance(part, ast.Compare) or len(part.ops) > 1 or type(part.ops[0]) not in _ORDERS:
+        return False
+    names = [each for each in ast.walk(part) if isinstance(each, ast.Name)]
+    return len(names) == 1 and names[0] in (part.left, *part.comparators)
 
 
 def _as_float(value: Values) -> Values:
@@ -289,8 +271,8 @@ def drop_rows(
     numbers = prepared.shard_numbers.tolist()
     keys = [table.key(number) for number in numbers]
     ends = {name: prepared.values.ends(keys, name) for name in row_filter.columns}
-    ranges = Ranges(*({name: each[end] for name, each in ends.items()} for end in (0, 1)))
-    are_selected = row_filter.selected_shards(ranges)
+    lows, highs = ({name: each[end] for name, each in ends.items()} for end in (0, 1))
+    are_selected = row_filter.selected_shards(lows, highs)
     undecided = [key for key, selected in zip(keys, are_selected, strict=True) if selected is None]
     parts = prepared.values.read(undecided, row_filter.columns)
     dropped = {}

@@ -59,14 +59,12 @@ class Media:
             they are empty until the image is read.
         ref: Index-only set: `file`, `offset` and `length` of the bytes in the folder of the source;
             otherwise None.
-        sha256: Hex digest of the bytes; empty if an index-only set was prepared without a check.
-        width: Upright width in pixels; 0 for audio, and if the set was prepared without a check.
-        height: Upright height in pixels, 0 in the same cases.
-        duration: Seconds of audio or video; None for an image, and if the set was prepared without
-            a check.
-        rate: Samples of audio or frames of a video per second; None in the same cases.
-        channels: Channels of the sound of audio or video, 0 for a silent video; None in the same
-            cases.
+        sha256: Hex digest of the bytes.
+        width: Upright width in pixels; 0 for audio.
+        height: Upright height in pixels; 0 for audio.
+        duration: Seconds of audio or video; None for an image, and if its header has none.
+        rate: Samples of audio or frames of a video per second; None for an image.
+        channels: Channels of the sound of audio or video, 0 for a silent video; None for an image.
     """
 
     kind: str
@@ -83,12 +81,10 @@ class Media:
     def checksum_ok(self) -> bool:
         """Whether the bytes have the digest of the image that `prepare` validated.
 
-        A damaged JPEG often decodes, so decoding alone does not show it. True if `prepare` did not
-        validate the image. It is computed once, because the cache of a node and the reader of a row
-        both read it.
+        A damaged JPEG often decodes, so decoding alone does not show it. It is computed once,
+        because the cache of a node and the reader of a row both read it.
         """
-        is_unvalidated = not self.sha256 and self.ref is not None
-        return is_unvalidated or self.sha256 == hashlib.sha256(self.data).hexdigest()
+        return self.sha256 == hashlib.sha256(self.data).hexdigest()
 
 
 @dataclass

@@ -50,7 +50,7 @@ def test_large_file_is_split_into_row_ranges(
 ):
     monkeypatch.setattr(columnar, "MAX_CHUNKS_PER_ROW_GROUP", most_parts)
     source = source_in(tmp_path)
-    chunks = list(source.scan(rows_per_chunk, ()))
+    chunks = list(source.scan(rows_per_chunk))
     assert [chunk.num_rows for chunk in chunks] == sizes
     assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
     items = [item for chunk in reversed(chunks) for item in source.read(chunk)]
@@ -67,7 +67,7 @@ def test_output_of_save_to_disk_has_all_rows_and_splits(tmp_path):
     splits = DatasetDict({"train": rows.shuffle(seed=1), "test": rows.select(range(90, COUNT))})
     splits.save_to_disk(tmp_path, num_shards={"train": 3, "test": 1})
     source = HFSavedSource(tmp_path, "", {})
-    values = [item.values for chunk in source.scan(20, ()) for item in source.read(chunk)]
+    values = [item.values for chunk in source.scan(20) for item in source.read(chunk)]
     for split, saved in splits.items():
         texts = [row["text"] for row in values if row["split"] == split]
         assert texts == saved["text"][:]
@@ -93,7 +93,7 @@ def test_saved_dataset_on_a_store_is_read_once(monkeypatch):
 
     monkeypatch.setattr(paths._RetriedFile, "readinto", readinto)
     source = HFSavedSource(to_path("memory://saved"), "", {})
-    chunks = list(source.scan(21, ()))
+    chunks = list(source.scan(21))
     assert sum(read_bytes) < 0.1 * len(file.getvalue()) and len(chunks) == 1
     read_bytes.clear()
     texts = [item.values["text"] for chunk in chunks for item in source.read(chunk)]
@@ -114,7 +114,7 @@ def test_damaged_saved_dataset_is_a_data_error(tmp_path, damage):
     source = in_arrow(tmp_path)
     damage_arrow_file(tmp_path / "a.arrow", damage)
     with pytest.raises(DataError, match=r"a\.arrow cannot be read as Hugging Face datasets"):
-        list(source.scan(60, ()))
+        list(source.scan(60))
 
 
 @pytest.mark.parametrize("damage", ["truncated", "header"])
@@ -124,7 +124,7 @@ def test_damaged_saved_dataset_on_a_store_keeps_the_rows_before(tmp_path, damage
     data = (tmp_path / "a.arrow").read_bytes()
     MemoryFileSystem().pipe({"/damaged/a.arrow": data, "/damaged/state.json": STATE.encode()})
     source = HFSavedSource(to_path("memory://damaged"), "", {})
-    *rows, bad = [item.values for chunk in source.scan(60, ()) for item in source.read(chunk)]
+    *rows, bad = [item.values for chunk in source.scan(60) for item in source.read(chunk)]
     assert [row["text"] for row in rows] == TABLE.column("text").to_pylist()[:60]
     assert (bad.stage, bad.reason) == ("read", "damaged")
 
@@ -154,12 +154,12 @@ def failing(monkeypatch, times, error):
 
 
 def read(source):
-    return [item.values for chunk in source.scan(200, ()) for item in source.read(chunk)]
+    return [item.values for chunk in source.scan(200) for item in source.read(chunk)]
 
 
 @pytest.mark.parametrize("failures", [requests.ATTEMPTS - 1, requests.ATTEMPTS])
 def test_failed_reads_of_a_store_are_retried_and_lose_no_row(on_store, monkeypatch, failures):
-    [chunk], left, open_file = on_store.scan(200, ()), [failures], paths.open_input
+    [chunk], left, open_file = on_store.scan(200), [failures], paths.open_input
 
     class Failing:
         def __init__(self, file):
@@ -212,5 +212,5 @@ def test_fields_that_structs_have_for_other_rows_are_left_out(tmp_path):
         chats.append({"messages": turns, "tools": [{"name": "f", "parameters": properties}]})
     pq.write_table(pa.Table.from_pylist(chats), tmp_path / "a.parquet")
     source = ParquetSource(tmp_path, "a.parquet", {})
-    rows = [row.values for chunk in source.scan(10, ()) for row in source.read(chunk)]
+    rows = [row.values for chunk in source.scan(10) for row in source.read(chunk)]
     assert [{name: row[name] for name in ("messages", "tools")} for row in rows] == chats

@@ -127,7 +127,7 @@ def test_absolute_paths_of_files_in_folders_are_not_moved(tmp_path, photos):
 
 def test_index_only_refers_to_absolute_paths_in_the_folder_of_the_source(tmp_path, photos):
     images = [f"{tmp_path}/raw/0.png", f"{photos}/0.png"]
-    kept, faults = prepare_images(tmp_path, images, index_only=True, check="none")
+    kept, faults = prepare_images(tmp_path, images, index_only=True, check="header")
     assert kept == images[:1] and faults == {"rows.jsonl:2": "path"}
     stored = PreparedSet.open(str(tmp_path / "out")).read(np.arange(1))
     assert stored[0].media[0].data == color_image(0) and stored[0].media[0].ref["file"] == "0.png"

@@ -12,7 +12,6 @@ from mmray.data.prepare.duplicates import (
     NO_ROW,
     SAME_CONTENT,
     SAME_KEY,
-    SAME_TEXT,
     Digests,
     caption_fields,
     find_duplicates,
@@ -66,27 +65,24 @@ def all_rows(packed):
 def plain_duplicates(packed, rule):
     """(row, row that it duplicates, reason) row by row, held-out rows first."""
     found = {}
-    by_key, by_content, by_text = {}, {}, {}
+    by_key, by_content = {}, {}
     content = "row_digest" if rule == "row" else "image_digest"
     ordered = sorted(all_rows(packed), key=lambda each: (each[1] != "test", each[0]))
     for row, _, digests in ordered:
-        key, image, text = (digests[name] for name in ("key_digest", content, "text_digest"))
+        key, image = (digests[name] for name in ("key_digest", content))
         original, code = row, SAME_KEY
         if rule != "keep":
             original = by_key.setdefault(key, row)
         if original == row and rule != "keep":
             original, code = by_content.get(image, row), SAME_CONTENT
-            if original == row and rule == "text":
-                original, code = by_text.get(text, row), SAME_TEXT
         if original == row:
             by_content.setdefault(image, row)
-            by_text.setdefault(text, row)
         else:
             found[row] = (original, code)
     return [(row, *found[row]) for row in sorted(found)]
 
 
-@pytest.mark.parametrize("rule", ["image", "row", "text", "keep"])
+@pytest.mark.parametrize("rule", ["image", "row", "keep"])
 def test_duplicates_equal_those_of_a_plain_search(tmp_path, monkeypatch, rule):
     monkeypatch.setattr(duplicates, "MAX_SORTED_ROWS", 5)
     for seed in range(20):
