@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import orjson
@@ -124,8 +123,7 @@ def parse_messages(value: Any, num_media: Mapping[str, int]) -> Conversation:
     if not isinstance(value, list) or not value:
         raise ValueError(f"must be a list of {{role, content}} (got {str(value)[:80]!r})")
     places = _Places(num_media, any(isinstance(_content(item), list) for item in value))
-    items = [turn for item in value for turn in _split_blocks(item)]
-    messages = [_parse_message(item, places) for item in items]
+    messages = [_parse_message(item, places) for item in value]
     roles = [message["role"] for message in messages]
     if not {"system", "developer"}.isdisjoint(roles[1:]):
         raise ValueError("only the first message may be of the system")
@@ -156,7 +154,7 @@ def parse_messages(value: Any, num_media: Mapping[str, int]) -> Conversation:
     before = [part for each in messages[: roles.index("user")] for part in each["content"]]
     first = sum(part["type"] != "text" for part in before)
     media = [*places.media[:first], *map(PartMedium, unplaced), *places.media[first:]]
-    return Conversation(messages, media, notices + _field_notices(items, messages))
+    return Conversation(messages, media, notices + _field_notices(value, messages))
 
 
 def _is_target(message: Message) -> bool:
@@ -268,34 +266,6 @@ def _content(item: Any) -> Any:
     return item.get("value") if item.get("content") is None else item["content"]
 
 
-def _split_blocks(item: Any) -> list[Any]:
-    """Return a message of Anthropic as OpenAI has it: its first thoughts and last calls are fields,
-    and its first results of tools messages.
-    """
-    content = _content(item)
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        return [item]
-    thoughts = [*takewhile(lambda part: isinstance(part.get("thinking"), str), content)]
-    results = [*takewhile(lambda part: part.get("type") == "tool_result", content)]
-    calls = [*takewhile(lambda part: part.get("type") == "tool_use", reversed(content))]
-    if not (thoughts or results or calls):
-        return [item]
-    rest = content[len(thoughts or results) : len(content) - len(calls)]
-    turn = item | {"content": rest}
-    if thoughts:
-        turn["reasoning_content"] = "\n".join(part["thinking"] for part in thoughts)
-    if calls:
-        functions = [{"name": call.get("name"), "arguments": call.get("input")} for call in calls]
-        turn["tool_calls"] = [{"type": "function", "function": each} for each in functions[::-1]]
-    turns = [
-        {name: value for name, value in part.items() if name not in ("type", "tool_use_id")}
-        | {"role": "tool", "content": part.get("content") or ""}
-        | {"tool_call_id": part.get("tool_use_id")}
-        for part in results
-    ]
-    return turns + [turn] * bool(rest or not results)
-
-
 def _parse_message(item: Any, places: _Places) -> Message:
     """Return a message, and add the places of its media. Raises ValueError."""
     if not isinstance(item, dict):
@@ -347,8 +317,7 @@ def _parse_rejected(value: Any, role: str) -> list[Message]:
     if not value:
         raise ValueError("the rejected answer is empty, or equal to the chosen one")
     places = _Places({}, has_parts=True)
-    items = [turn for item in value for turn in _split_blocks(item)]
-    messages = [_parse_message(item, places) for item in items]
+    messages = [_parse_message(item, places) for item in value]
     if places.media:
         raise ValueError("a rejected answer has media: put them into the prompt")
     if messages[0]["role"] != "assistant" or not any(map(_is_target, messages)):

@@ -217,30 +217,6 @@ def test_anthropic_source_becomes_bytes() -> None:
     assert row.notices == ["`cache_control` of a content part is not used"]
 
 
-def test_blocks_of_anthropic_become_reasoning_calls_and_results_of_tools() -> None:
-    image = {"type": "image", "source": {"type": "url", "url": "a.png"}}
-    call = {"type": "tool_use", "id": "1", "name": "weather", "input": {"city": "X"}}
-    result = {"type": "tool_result", "tool_use_id": "1", "content": [image], "is_error": False}
-    thought = {"type": "thinking", "thinking": "why", "signature": "x"}
-    turns = [("user", "what"), ("assistant", [thought, text("Let me see."), call])]
-    turns += [("user", [result, text("And?")]), ("assistant", "a\nb")]
-    messages = [{"role": role, "content": content} for role, content in turns]
-    row = parse_row({"messages": messages}, "made:1")
-    assert row.messages == [
-        {"role": "user", "content": [text("what")]},
-        {"role": "assistant", "content": [text("Let me see.")]}
-        | {"reasoning_content": "why", "tool_calls": CALLS},
-        {"role": "tool", "content": [IMAGE_PART], "tool_call_id": "1"},
-        {"role": "user", "content": [text("And?")]},
-        {"role": "assistant", "content": [text("a\nb")]},
-    ]
-    assert [image.name for image in row.images] == ["a.png"]
-    assert "`is_error` of a message is not used" in row.notices
-    messages[1]["content"] = [text("Let me see."), thought]
-    with pytest.raises(BadRow, match="must be of type text"):
-        parse_row({"messages": messages}, "made:1")
-
-
 def test_mark_in_the_result_of_a_tool_is_the_place_of_an_image() -> None:
     turns = [{"from": "human", "value": "Take a screenshot."}]
     turns += [{"from": "function_call", "value": json.dumps(CALL)}]
