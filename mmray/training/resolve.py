@@ -16,10 +16,10 @@ import numpy as np
 from mmray.config import Config, Prepare, Towers, Vlm
 from mmray.config.data import FULL_SHUFFLE, Mixture, parse_captions
 from mmray.config.model import AnyModel
+from mmray.data.images.sample import write_once
 from mmray.data.media.decode import require_decoder
 from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
 from mmray.data.prepare.row_checks import MAX_OVERHANG_S
-from mmray.data.prepare.sample import write_once
 from mmray.data.prepare.token_counts import NOT_COUNTED, token_counts
 from mmray.data.rows import HELD_OUT_SPLITS
 from mmray.data.store.cache import AUTO

@@ -99,10 +99,7 @@ class CsvSource(JsonlSource):
         check_named(layout.names, self.keep, self.columns, file, bool(self.name))
 
     def describe(self) -> str:
-        text = f"{super().describe()} with the delimiter {self._layout(self.names()[0]).delimiter}"
-        if self.num_multi_line:
-            text += f", {self.num_multi_line:,} over several lines (the longest: {self.longest[1]})"
-        return text
+        return f"{self.title} with the delimiter {self._layout(self.names()[0]).delimiter}"
 
     def iter_records(self, name: str, lines: LineReader) -> Iterator[list[str] | BadRow]:
         layout = self._layout(name)

@@ -114,8 +114,6 @@ class JsonlSource(Source):
 
     Attributes:
         suffixes: Suffixes of its files.
-        num_multi_line: Number of scanned records with several lines.
-        longest: Number of lines of the longest one, and its location for messages.
     """
 
     title = "JSON lines"
@@ -125,8 +123,6 @@ class JsonlSource(Source):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._layouts: dict[str, Any] = {}
-        self.num_multi_line = 0
-        self.longest = (1, "")
 
     @classmethod
     def matches_folder(cls, names: list[str]) -> bool:
@@ -173,7 +169,7 @@ class JsonlSource(Source):
     ) -> Iterator[SourceChunk]:
         """Yield the chunks of a file after its first ones, `same`."""
         start = same[-1].stop if same else 0
-        records = rows = num_lines = 0
+        records = rows = 0
         earlier = [chunk for chunk in self.earlier if chunk.file == name]
         earlier_ends = {chunk.stop for chunk in earlier}
         first_line = earlier[len(same)].first_line if same else 1
@@ -189,13 +185,6 @@ class JsonlSource(Source):
             for record in self.iter_records(name, lines):
                 records += 1
                 rows += bool(record)
-                first_of_record = num_lines + 1
-                num_lines = lines.num_lines
-                if num_lines > first_of_record:
-                    self.num_multi_line += 1
-                    first = lines_before + first_of_record
-                    location = f"{name}, lines {first} to {lines_before + num_lines}"
-                    self.longest = max(self.longest, (num_lines - first_of_record + 1, location))
                 if records == limit or lines.offset in earlier_ends:
                     yield chunk()
                     start = lines.offset

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw
 
+from mmray.data.images.sample import COLORS, draw_shape, tinted, write_once
 from mmray.data.media.decode import require_decoder
 from mmray.data.media.encode import write_samples
-from mmray.data.prepare.sample import COLORS, draw_shape, tinted, write_once
 
 VERSION = "v2"  # change it if the files change; it is a folder name
 NUM_TRAIN = 480  # recordings

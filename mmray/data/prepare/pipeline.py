@@ -23,8 +23,9 @@ import numpy as np
 from mmray.builtin import SAMPLE_AV, SAMPLE_VLM
 from mmray.data.formats.detect import detect_source
 from mmray.data.formats.source import Source, SourceChunk
+from mmray.data.images import sample
 from mmray.data.media.sample import generate_clips
-from mmray.data.prepare import assemble, contamination, duplicates, preview, sample
+from mmray.data.prepare import assemble, contamination, duplicates, preview
 from mmray.data.prepare.contamination import is_enabled
 from mmray.data.prepare.job import PrepareJob
 from mmray.data.prepare.kept_columns import merge_types

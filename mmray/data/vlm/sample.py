@@ -15,7 +15,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from mmray.data.prepare.sample import COLORS, draw_shape, tinted, write_once
+from mmray.data.images.sample import COLORS, draw_shape, tinted, write_once
 
 VERSION = "v2"  # change it if the files change; it is a folder name
 NUM_TRAIN = 2400

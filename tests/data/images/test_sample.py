@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from mmray.data.images import sample
 from mmray.data.images.decode import BadImage, decode
-from mmray.data.prepare import sample
 
 
 @pytest.fixture(scope="module")
