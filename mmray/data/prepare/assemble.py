@@ -83,8 +83,7 @@ def quarantine_rows(packed: PackedRows, dedup: DedupResult, file_name: str) -> P
         dedup: Which rows are dropped as duplicates or as contaminated (also in another set or
             split), and why.
         file_name: Name of the file in the folder. Each line is JSON with the texts `key`, `source`
-            (`file:line`), `stage`, `reason` and `detail`, and of a bad row with an image file with
-            `image`, {"file", "offset", "length"} of it in the folder of the source.
+            (`file:line`), `stage`, `reason` and `detail`.
 
     Returns:
         A PrepareResult, whose `quarantine` is `file_name`.
@@ -98,8 +97,6 @@ def quarantine_rows(packed: PackedRows, dedup: DedupResult, file_name: str) -> P
             for row in batch.to_pylist():
                 entry = {"key": row["key"], "source": row["location"]}
                 entry |= {name: row[name] for name in ("stage", "reason", "detail")}
-                if row["image"]:
-                    entry["image"] = orjson.loads(row["image"])
                 file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
                 result.reasons[row["reason"]] += 1
                 example = f"{row['location']}: {row['detail'][:160]}"
@@ -188,17 +185,17 @@ def rejection_error(
         )
     early = f" of {total:,} rows (stopped early)" if num_read < total else ""
     limit = "none is good"
-    kinds = reasons.keys() - {OVERLAP}
     advice = "Correct the source: the lines above name what was found, and how to fix it."
-    if kinds & _COLUMN_REASONS:
+    if reasons.keys() & _COLUMN_REASONS:
         advice = f"Each row needs {source.row_needs}."
     if bad < num_read:
         limit = f"the limit is {100 * max_bad_fraction:.3g} %{early} (prepare.max_bad_fraction)"
         keep = ""
-        if kinds & set(REASONS):
-            keep = ", keep duplicates with --duplicates keep"
-        if "duplicate" in kinds:
-            keep += ", join the captions of an image with --group image"
+        if "duplicate" in reasons:
+            keep = (
+                ", keep duplicates with --duplicates keep, join the captions of an image with "
+                "--group image"
+            )
         accept = f"accept them with --max-bad-fraction {-(-1000 * bad // total) / 1000:g}"
         advice = f"Correct them{keep}, or {accept}. Then rerun the same command to resume."
     lines = [

@@ -94,19 +94,6 @@ def pack_chunk(
     return record
 
 
-def _first_image(row: SourceRow | BadRow) -> str | None:
-    """Return what locates the first image of a bad row in the source; None if it has none there.
-
-    `mmray show` reads it.
-    """
-    images = row.images if isinstance(row, SourceRow) else ()
-    first = next((image for image in images if image.kind == "image"), None)
-    if first is None or first.file is None:
-        return None
-    place = {"file": first.path, "offset": first.offset, "length": first.length}
-    return orjson.dumps(place).decode()
-
-
 def is_current(
     record: Record, job: PrepareJob, chunk: SourceChunk, sizes: Mapping[str, int]
 ) -> bool:
@@ -187,7 +174,6 @@ class _ChunkPacker:
                 "stage": bad.stage,
                 "reason": bad.reason,
                 "detail": to_utf8(bad.detail),
-                "image": _first_image(row),
             }
         else:
             values = self._store(location, row, image_digest)

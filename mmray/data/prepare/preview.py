@@ -185,10 +185,10 @@ def find_class_names(
     )
     work = partial(_read_labels, job=job)
     labels |= map_rows(work, todo, num_rows, MAX_LABELED_ROWS)
-    every = labels.values()
+    names = set(chain.from_iterable(each["texts"] for each in labels.values()))
     # With numbers, names are bad rows, because their numbers would be the labels of others.
-    if any(each["has_names"] for each in every) and not any(each["has_numbers"] for each in every):
-        names = set(chain.from_iterable(each["texts"] for each in every))
+    has_numbers = any(each["has_numbers"] for each in labels.values())
+    if not has_numbers and None in map(label_number, names):
         if len(names) > MAX_CLASSES:
             raise DataError(
                 f"{source.folder}: the column label has over {MAX_CLASSES:,} different texts, so "
@@ -200,18 +200,15 @@ def find_class_names(
 
 def _read_labels(chunk: SourceChunk, job: PrepareJob) -> tuple[int, Labels]:
     """Task: return the index of a chunk, and its labels."""
-    labels = Labels(texts=[], has_names=False, has_numbers=False)
     texts: set[str] = set()
+    has_numbers = False
     for label in job.open().labels([chunk]):
         if not isinstance(label, str):
-            labels["has_numbers"] = True
+            has_numbers = True
             break
-        if label not in texts and label.strip() and not is_list(label):  # no class
-            labels["has_names"] |= label_number(label) is None
-            if len(texts) <= MAX_CLASSES:
-                texts.add(label)
-    labels["texts"] = sorted(texts)
-    return chunk.index, labels
+        if len(texts) <= MAX_CLASSES and label.strip() and not is_list(label):  # no class
+            texts.add(label)
+    return chunk.index, Labels(texts=sorted(texts), has_numbers=has_numbers)
 
 
 def describe_source(

@@ -30,7 +30,7 @@ from mmray.storage.paths import AnyPath, list_names, open_input, open_output
 from mmray.storage.requests import iter_parallel
 
 # Columns of a record. Good rows have a shard, whose index is that in the record; others have a
-# reason. `image` and `files` are JSON.
+# reason. `files` is JSON.
 SCHEMA = pa.schema(
     [
         ("location", pa.string()),
@@ -46,7 +46,6 @@ SCHEMA = pa.schema(
         ("stage", pa.string()),
         ("reason", pa.string()),
         ("detail", pa.string()),
-        ("image", pa.string()),
         ("files", pa.string()),  # name, size and time of each file of a medium
     ]
 )
@@ -65,12 +64,10 @@ class Labels(TypedDict):
 
     Attributes:
         texts: Different ones, at most MAX_CLASSES + 1.
-        has_names: Whether one is a text that is no number.
         has_numbers: Whether one is no text.
     """
 
     texts: list[str]
-    has_names: bool
     has_numbers: bool
 
 
