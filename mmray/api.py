@@ -205,30 +205,6 @@ def prepare(
     return manifest
 
 
-def check_source(
-    source: str | Path, *, reporter: RunReporter | None = None, **settings: Any
-) -> None:
-    """Log how `prepare` understands a source (format, splits, columns and an example row), and
-    check its first 100 rows; nothing is written.
-
-    Args:
-        source: file or folder, or its address: JSON lines, CSV, TSV, Parquet, WebDataset tars,
-            COCO, class folders, pairs of image and text files, or a saved Hugging Face dataset.
-        reporter: receives messages by its method `log(text, label)`; None: they are shown.
-        **settings: fields of `mmray.config.Prepare`, such as `holdout=0.1`.
-
-    Raises:
-        UsageError: a setting or an address is invalid.
-        DataError: the source is invalid, or none of these rows is good.
-        ResourceError: storage failed, maybe temporarily.
-    """
-    checked = Prepare.model_validate(_plain(settings))
-    with _shown(reporter, "checking") as shown:
-        from mmray.data.prepare import pipeline
-
-        pipeline.check_source(str(source), checked, shown.log)
-
-
 def score(
     data: SetPath,
     weights: Run | str | Path,

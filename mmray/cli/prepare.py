@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from tyro.conf import OmitArgPrefixes, arg
+from tyro.conf import OmitArgPrefixes
 
 from mmray import api
 from mmray.cli.args import command
@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
 
 DEFAULTS = Prepare()
-DRY_RUN = (
-    "Print the format, splits, columns and an example, check the first 100 rows, write nothing."
-)
 
 
 @command(api.prepare)
@@ -26,13 +23,9 @@ def prepare(
     console: ConsoleReporter,
     *,
     settings: OmitArgPrefixes[Prepare] = DEFAULTS,
-    dry_run: Annotated[bool, arg(help=DRY_RUN)] = False,
     **arguments: Any,
 ) -> None:
-    """Prepare a set and print how to train on it; with --dry-run only check its source."""
-    if dry_run:
-        api.check_source(arguments["source"], reporter=console, **dict(settings))
-        return
+    """Prepare a set and print how to train on it."""
     manifest = api.prepare(**arguments, reporter=console, **dict(settings))
     console.log(_train_command(arguments["out"], manifest), "next")
 

@@ -191,7 +191,7 @@ def rejection_error(
     if bad < num_read:
         limit = f"the limit is {100 * max_bad_fraction:.3g} %{early} (prepare.max_bad_fraction)"
         keep = ""
-        if "duplicate" in reasons:
+        if any("duplicate" in reason for reason in reasons):
             keep = (
                 ", keep duplicates with --duplicates keep, join the captions of an image with "
                 "--group image"

@@ -185,8 +185,8 @@ def prepare(
         progress: Called with one argument, a PrepareProgress, many times per stage: its fields are
             `stage` (`scan`, `pack`, `deduplicate`, `hash` or `tokenize`), `done_rows`, `total_rows`
             (0: unknown), `bad_rows` and `is_estimate`. None: not reported.
-        log: Called with (message, label): `source`, `splits`, `ignored`, `columns`, `kept`,
-            `example` or `download`. None: not logged.
+        log: Called with (message, label): `source`, `splits`, `ignored`, `columns`, `kept` or
+            `example`. None: not logged.
 
     Raises:
         DataError: The source is invalid, or has more bad rows than the settings allow.
@@ -210,28 +210,6 @@ def prepare(
             )
     except OSError as error:
         raise ResourceError(f"prepare failed: {error}. {RESUME_HINT}") from error
-
-
-def check_source(source: str, settings: Prepare, log: Log) -> None:
-    """Log how `prepare` understands a source, and check its first rows; write nothing.
-
-    Args:
-        log: Called with (message, label): `source`, `splits`, `ignored`, `columns`, `kept`,
-            `example`, `download`, `dry run` (the number of good rows) or `bad` (a reason of bad
-            rows).
-
-    Raises:
-        DataError: The source does not exist or is invalid.
-        UsageError: The settings do not fit the source.
-        ResourceError: A failure that may be temporary.
-    """
-    try:
-        settings = _with_shard_size(settings, Path())
-        job = PrepareJob(detect_source(source, settings.format), Path(), settings)
-        for text, heading in preview.dry_run(job):
-            log(text, heading)
-    except OSError as error:
-        raise ResourceError(f"{source} cannot be read: {error}") from error
 
 
 def _with_shard_size(settings: Prepare, out: AnyPath, before: Manifest | None = None) -> Prepare:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import reprlib
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any
 
 from mmray.builtin import COLUMNS
@@ -18,17 +14,14 @@ from mmray.data.formats.listing import JsonArraySource
 from mmray.data.formats.source import RawRow, Source, SourceChunk, check_columns, check_named
 from mmray.data.formats.text_lines import JsonlSource
 from mmray.data.formats.values import is_list, order_classes
-from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare.job import PrepareJob
 from mmray.data.prepare.records import Labels, Record, map_rows
-from mmray.data.prepare.row_builder import RowBuilder
 from mmray.data.rows import (
     FOLDER,
     KEPT_COLUMNS,
     NOTICES,
     TEXT_COLUMN,
     TEXT_COLUMNS,
-    BadRow,
     ImageRef,
     join_unused,
     label_number,
@@ -68,8 +61,8 @@ class _ExampleRepr(reprlib.Repr):
 
 def understand(
     job: PrepareJob,
-    earlier: Sequence[SourceChunk] = (),
-    on_rows: Callable[[int], None] = lambda rows: None,
+    earlier: Sequence[SourceChunk],
+    on_rows: Callable[[int], None],
 ) -> tuple[Source, list[SourceChunk], list[RawRow]]:
     """Scan a source.
 
@@ -96,7 +89,7 @@ def understand(
         chunks.append(chunk)
         rows += chunk.num_rows or 0
         on_rows(rows)
-    first_rows = _read_first_rows(source, chunks)
+    first_rows = list(islice(chain.from_iterable(map(source.read, chunks)), NUM_FIRST_ROWS))
     _check_columns(job, source, first_rows)
     return source, chunks, first_rows
 
@@ -106,11 +99,6 @@ def count_rows(chunks: Sequence[SourceChunk]) -> int | None:
     if any(chunk.num_rows is None for chunk in chunks):
         return None
     return sum(chunk.num_rows or 0 for chunk in chunks)
-
-
-def _read_first_rows(source: Source, chunks: Sequence[SourceChunk]) -> list[RawRow]:
-    """Return the first rows of a source, parsed but not validated."""
-    return list(islice(chain.from_iterable(map(source.read, chunks)), NUM_FIRST_ROWS))
 
 
 def _check_columns(job: PrepareJob, source: Source, first_rows: Sequence[RawRow]) -> None:
@@ -307,52 +295,3 @@ def _format_example(row: RawRow) -> str:
     values = row.values if isinstance(row.values, dict) else {}
     texts = {name: _ExampleRepr().repr(value) for name, value in values.items() if name in COLUMNS}
     return f"{row.location}: " + ", ".join(f"{name} {value}" for name, value in texts.items())
-
-
-def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
-    """Check the first rows of a source, and yield lines for the user about what `prepare` would do.
-
-    Nothing is written but a list of files in a temporary folder. Images by URL are not read.
-
-    Args:
-        job: Location of the source, and the `prepare` settings; its output folder is not used.
-
-    Yields:
-        (line, heading): the lines of `describe_source`; the number of good rows among the first
-        ones, with heading `dry run`; each reason of bad rows with an example, with heading `bad`;
-        and what rows have that is not used, with heading `notice`.
-
-    Raises:
-        DataError: The source cannot be read, or none of its first rows is good.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        job = replace(job, out=Path(folder))
-        source, chunks, first_rows = understand(job)
-        find_class_names(job, source, chunks[:1], first_rows, {})
-        yield from describe_source(job, source, chunks, first_rows)
-        problems: Counter[str] = Counter()
-        examples: dict[str, str] = {}
-        notices: Counter[str] = Counter()
-        with closing(SubprocessDecoder()) as decoder:
-            builder = RowBuilder(job, decoder)
-            for row in _read_first_rows(source, chunks):
-                try:
-                    parsed = job.parse_row(row)
-                    builder.build(parsed)
-                    notices.update(dict.fromkeys(parsed.notices, 1))
-                except BadRow as bad:
-                    problems[bad.reason] += 1
-                    examples.setdefault(bad.reason, f"{row.location}: {bad.detail[:200]}")
-    yield (
-        f"{len(first_rows) - problems.total()} of the first {len(first_rows)} rows are good",
-        "dry run",
-    )
-    for reason, count in problems.most_common():
-        yield f"{count} {reason}, for example {examples[reason]}", "bad"
-    for count in sorted(set(notices.values()), reverse=True):
-        for notice in join_unused(text for text, rows in notices.items() if rows == count):
-            yield f"{count} rows: {notice}", "notice"
-    if first_rows and problems.total() == len(first_rows):
-        raise DataError(
-            f"none of the first {len(first_rows)} rows is good: correct the source or the settings"
-        )

@@ -1,4 +1,4 @@
-"""What `prepare` prints before it packs a source, and `--dry-run`."""
+"""What `prepare` prints before it packs a source."""
 
 import json
 
@@ -7,12 +7,10 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
-from mmray.config import Prepare
 from mmray.console.outcomes import log_manifest
-from mmray.data.prepare.pipeline import check_source, prepare
-from mmray.errors import DataError
+from mmray.data.prepare.pipeline import prepare
 from mmray.training.resolve import resolve_run
-from tests.data.prepare.test_pipeline import LAX, color_image, make_source
+from tests.data.prepare.test_pipeline import LAX, make_source
 from tests.training.runs import Silent, config
 
 
@@ -33,7 +31,7 @@ def test_columns_and_an_example_are_logged_before_packing(tmp_path, in_process):
     assert logs["example"] == "rows.jsonl:1: id 'k0', image '0.png', text 'the title'"
 
 
-def test_repeated_images_of_captions_are_announced_before_packing(tmp_path):
+def test_repeated_images_of_captions_are_announced_before_packing(tmp_path, in_process):
     source = make_source(tmp_path / "raw", 2)
     with source.open("a") as file:
         file.writelines(json.dumps({"image": "0.png", "text": f"{n}"}) + "\n" for n in range(3))
@@ -41,34 +39,13 @@ def test_repeated_images_of_captions_are_announced_before_packing(tmp_path):
     def headings(**changes):
         logs = {}
         settings = LAX.model_copy(update=changes)
-        check_source(str(source), settings, lambda text, heading: logs.update({heading: text}))
+        out = str(tmp_path / "-".join(["out", *changes]))
+        prepare(str(source), out, settings, log=lambda text, heading: logs.update({heading: text}))
         return logs
 
     assert headings()["repeats"].startswith("3 of the first 5 rows have the image of an earlier")
     assert "repeats" not in headings(group="image")
     assert "repeats" not in headings(duplicates="row")
-
-
-def test_dry_run_checks_the_first_rows_and_writes_nothing(tmp_path):
-    source = make_source(tmp_path / "raw", 2)
-    (tmp_path / "raw" / "half.png").write_bytes(color_image(5)[:40])
-    with source.open("a") as file:
-        file.writelines(
-            json.dumps({"image": name, "text": "x"}) + "\n" for name in ("half.png", "gone.png")
-        )
-        file.write("{broken\n" * 200)
-    before = sorted(tmp_path.rglob("*"))
-    lines = []
-    check_source(str(source), Prepare(), lambda text, heading: lines.append(f"{heading}: {text}"))
-    assert sorted(tmp_path.rglob("*")) == before
-    assert any(line == "dry run: 2 of the first 100 rows are good" for line in lines)
-    assert any(line.startswith("bad: 96 json, for example rows.jsonl:5") for line in lines)
-    assert any(line.startswith("bad: 1 truncated") for line in lines)
-    (tmp_path / "bad.jsonl").write_text('{"image": "gone.png", "text": "x"}\n' * 3)
-    with pytest.raises(DataError, match="none of the first 3 rows is good"):
-        check_source(str(tmp_path / "bad.jsonl"), Prepare(), print)
-    with pytest.raises(DataError, match="there is no file"):
-        check_source(str(tmp_path / "none.csv"), Prepare(), print)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
