@@ -152,14 +152,8 @@ def _with_reasons(packed: PackedRows, dedup: DedupResult, dropped: pa.Table) -> 
 
 
 def max_bad_rows(max_bad_fraction: float, total: int) -> int:
-    """Return how many rows of a source may be bad without an error.
-
-    Float rounding has no effect: 0.29 of 100 is 29.
-
-    Args:
-        max_bad_fraction: `prepare.max_bad_fraction`, 0 to 1.
-    """
-    return int(max_bad_fraction * total + 1e-6)
+    """Return how many rows of a source may be bad without an error."""
+    return int(max_bad_fraction * total + 1e-6)  # 0.29 of 100 is 29
 
 
 def rejection_error(
@@ -214,12 +208,10 @@ def write_tokenizer(out: AnyPath, manifest: Manifest, vocab_size: int) -> bool:
     """Train a tokenizer on the captions outside the held-out splits, and write its tokenizer.json.
 
     Args:
-        manifest: Its manifest, which need not be written; its shards are read.
         vocab_size: Maximum number of tokens; 0: no tokenizer.
 
     Returns:
-        Whether a tokenizer was written; False also if all splits are held out (`test`, `val`,
-        `valid`, `validation`, `dev`, `eval`).
+        Whether a tokenizer was written; False also if all splits are held out.
     """
     shards = [shard for shard in manifest.shards if shard.split not in HELD_OUT_SPLITS]
     if not vocab_size or not shards:

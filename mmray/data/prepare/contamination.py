@@ -81,11 +81,7 @@ class ContaminatedRow(NamedTuple):
 
 
 def is_enabled(settings: Prepare) -> bool:
-    """Return whether the settings request a contamination check (for rows that are also in another
-    set or split).
-
-    They do with `check_contamination` or `drop_overlap`.
-    """
+    """Return whether the settings request a contamination check."""
     return bool(settings.check_contamination) or settings.drop_overlap
 
 

@@ -140,14 +140,8 @@ def merge_types(types: Mapping[str, set[str | None]], has_types: bool) -> dict[s
     """Return the type of each column that `prepare.keep` stores, for the manifest of the set.
 
     Args:
-        types: By name of a column, the types of its values in the parts of the source, from
-            `value_type`; None: no values.
-        has_types: Whether the values of the source have types. False, as for a CSV: all are texts,
-            and a column with types that have no common one gets `string`.
-
-    Returns:
-        {"kept": {name: type}} with the same types, `string` for a column without values; {} without
-        columns.
+        types: By name of a column, the types of its values in the parts of the source.
+        has_types: Whether the values of the source have types, or are the texts of a CSV.
 
     Raises:
         DataError: A column has values of different types.

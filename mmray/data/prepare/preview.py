@@ -67,14 +67,12 @@ def understand(
     """Scan a source.
 
     Args:
-        job: Source and settings. Its output folder must exist; some formats write a list of files.
-        earlier: The chunks of an earlier prepare with the same settings, so that a file that grew
-            keeps them.
+        job: Its output folder must exist, because some formats write a list of files.
+        earlier: Chunks of an earlier prepare with the same settings.
         on_rows: Called with the number of rows that were scanned so far; 0 at the start.
 
     Returns:
-        The source, with its `class_names` if it defines them; its chunks; and its first
-        NUM_FIRST_ROWS (100) rows, fewer if it has fewer.
+        The source, its chunks, and its first NUM_FIRST_ROWS (100) rows.
 
     Raises:
         DataError: The source is invalid, or has no columns of images or texts.

@@ -95,13 +95,8 @@ def select_set(
             all rows.
         deduplicate: `semantic=0.95` drops a row whose image has an embedding with at least this
             cosine to that of a held-out or an earlier row that is kept. None: none are dropped.
-        progress: Called with a PrepareProgress, whose `stage` is `select`, `compare` or `copy`;
-            `done_rows` and `total_rows` are set.
         log: Called with (message, label): `selected`, with the number of rows for which `where`
             holds, and `similar`, with the number of those that `deduplicate` drops.
-
-    Returns:
-        The Manifest of the smaller set, which is written to `out`.
 
     Raises:
         UsageError: The condition is invalid, no row is left, or `out` is not empty.

@@ -52,12 +52,10 @@ def map_tasks(
         work: Picklable function, called with one item in a task.
 
     Yields:
-        What `work` returned for each item: on Ray as soon as it is complete, in any order; in child
-        processes in the order of the items.
+        What `work` returned for each item; on Ray in any order.
 
     Raises:
-        MmrayError: A call failed; the type is that of its error if it is one of mmray.
-        ResourceError: Workers died too often, or the cluster had no free CPU in time.
+        MmrayError: A call failed, or workers died too often.
     """
     if not items:
         return

@@ -51,14 +51,7 @@ def auto_folder() -> Path:
 
 
 def node_cache() -> ShardCache:
-    """Return the cache of this node for tables of shards, of at most 4 GiB.
-
-    A table of shards is an Arrow file that lists the files of a prepared set. The cache is a folder
-    in the temporary folder of the node.
-
-    Raises:
-        UsageError: The temporary folder cannot be used.
-    """
+    """Return the cache of this node for tables of shards, of at most 4 GiB. Raises UsageError."""
     try:
         return ShardCache(str(auto_folder() / "tables"), MAX_TABLE_BYTES)
     except OSError as error:
@@ -120,13 +113,8 @@ class ShardCache:
 
         Args:
             size: Its size in bytes; an entry of another size is fetched again.
-            fetch: Called without arguments; returns the bytes from the object store. Its errors are
-                raised.
-            refresh: Fetch and replace the entry, because it is damaged. Processes that mapped it
-                keep their mapping.
-
-        Returns:
-            The bytes, memory-mapped unless this call fetched them.
+            fetch: Returns the bytes from the object store.
+            refresh: Replace the entry, because it is damaged.
 
         Raises:
             UsageError: The folder cannot be created.
@@ -142,13 +130,8 @@ class ShardCache:
         return entry
 
     def find(self, name: str, size: int) -> pa.Buffer | None:
-        """Return an entry if it is in the cache; it is then the most recently used one.
-
-        Args:
-            size: Its size in bytes.
-
-        Returns:
-            The memory-mapped bytes; None if there is no entry of this size.
+        """Return the memory-mapped bytes of an entry, None if there is none of this size; it is
+        then the most recently used one.
         """
         try:
             os.utime(self.folder / name)  # the modification time is the time of last use

@@ -154,16 +154,8 @@ def read_each(
     """Read rows by their numbers; a row that cannot be read becomes an error in its place.
 
     Args:
-        rows: Row numbers int64 [N].
-        errors: Types of errors that belong to a row and are returned; others are raised. By default
-            FileNotFoundError and ValueError (BadRow, or a damaged shard).
-        whole_blocks: If a set has a cache, fetch the complete blocks of these rows into it: groups
-            of adjacent rows. False: read only rows that are not in it from the store.
-
-    Returns:
-        For each of the N numbers, in this order, a Row: `key`, `media` (with encoded bytes as
-        `data`), `texts` or `messages`, `label` (None: none) and others; or the error that reading
-        it raised.
+        errors: Types of errors that belong to a row and are returned; others are raised.
+        whole_blocks: As for `PreparedSet.read`.
     """
     try:
         return list(prepared.read(rows, whole_blocks))

@@ -200,20 +200,12 @@ class PreparedSet:
 
         Args:
             rows: Row numbers int64 [N], in any order; duplicates are allowed.
-            whole_blocks: If the set has a cache, fetch the complete blocks of these rows into it:
-                groups of `shuffle_block` adjacent rows. False: read only rows that are not in it
-                from the store.
-
-        Returns:
-            The N rows in the order of `rows`, each a Row: `key`, `media` (with encoded bytes as
-            `data`), `texts` or `messages`, `label` (None: none) and others. The bytes of the images
-            of an index-only set are read from there.
+            whole_blocks: If the set has a cache, fetch the complete blocks of these rows into it.
 
         Raises:
             IndexError: A number is outside the set.
             OSError: A file is missing or cannot be read.
-            ValueError: A shard is damaged; the message has its name. BadRow, a ValueError, for an
-                image of an index-only set that cannot be read.
+            ValueError: A shard, or an image of an index-only set, is damaged.
         """
         out: list[Row] = self._read_batches(rows, whole_blocks=whole_blocks)
         with_refs = [(media, media.ref) for row in out for media in row.media if media.ref]

@@ -75,14 +75,8 @@ def _integer_type(value: int) -> str:
 
 
 def common_type(first: str | None, second: str | None, are_fields: bool = False) -> str | None:
-    """Return the type of a column with values of two types.
-
-    Args:
-        first: What `value_type` returns; None: all values are missing.
-
-    Returns:
-        The type that stores both exactly, such as `double` for `int64` and `double`; None if both
-        are None.
+    """Return the type that stores values of two types exactly, such as `double` for `int64` and
+    `double`; None (all values are missing) if both are None.
 
     Raises:
         ValueError: No type can store the values of both.

@@ -229,10 +229,8 @@ def check_where(
     """Return the filter of an expression after checking it against the columns of a set.
 
     Args:
-        where: The condition, such as `similarity > 0.3` (see RowFilter).
-        types: Type of each column of the set by name: `bool`, `int64`, `double` or `string`, or
-            None for a type that is not known yet. None: the columns are not known, and only the
-            syntax is checked.
+        types: Type of each column of the set by name, None for one that is not known yet. None:
+            only the syntax is checked.
 
     Raises:
         UsageError: It is invalid, or the set lacks a column; the message has the part.

@@ -168,15 +168,8 @@ class Row:
         return replace(self, texts=[self.texts[number] for number in numbers], **lists)
 
     def conversations(self, question: str) -> list[list[Message]]:
-        """Return the conversations of this row, as a vision-language model is trained on them.
-
-        Returns:
-            A list of conversations: the one of `messages` if the row has one, otherwise one per
-            caption. A conversation is a list of {"role": "system" | "user" | "assistant",
-            "content": parts}, and parts a list of {"type": "text", "text": "..."} and {"type":
-            "image" | "video" | "audio", "text": None}, which takes the next of `media`. That of a
-            caption has two messages: the user's, with a part for each medium and then the question,
-            and the assistant's with the caption.
+        """Return the conversation of `messages`, otherwise one for each caption: a part for each
+        medium and the question of the user, and the caption of the assistant.
         """
         if self.messages:
             return [self.messages]
