@@ -38,7 +38,6 @@ COLUMNS = (
     "texts",
     "label",
     "split",
-    "language",
     "messages",
     "conversations",
     "tools",

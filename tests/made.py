@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,13 @@ from PIL import Image
 from mmray.config import recipes
 from mmray.data.images.decode import header_size
 from mmray.data.images.formats import detect_format
-from mmray.data.store.manifest import TOKENIZER, Manifest, RowCounts, shard_fields, write_manifest
+from mmray.data.store.manifest import (
+    TOKENIZER,
+    Manifest,
+    media_fields,
+    shard_fields,
+    write_manifest,
+)
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.shard_writer import open_shard
 from mmray.data.store.stored_row import Media, Row
@@ -36,13 +43,11 @@ def noisy(number):
     return encode(Image.fromarray(pixels))
 
 
-def row(number, data=None, texts=None, language=None):
+def row(number, data=None, texts=None):
     """Row `number`: an image of that gray level and one of three captions."""
     data = png(number) if data is None else data
     texts = texts or [CAPTIONS[number % 3]]
-    return Row(
-        f"row-{number}", [image_media(data)], texts, language=language, source=f"made:{number}"
-    )
+    return Row(f"row-{number}", [image_media(data)], texts, source=f"made:{number}")
 
 
 def image_media(data):
@@ -65,13 +70,13 @@ def write_set(folder, shards, tokenizer=None):
     folder = to_path(folder)
     (folder / "shards").mkdir(parents=True, exist_ok=True)
     entries = []
-    counts = RowCounts()
+    counts = Counter()
     for number, (rows, split, dropped) in enumerate(shards):
         entry = write_shard(rows, folder, f"shards/{number}.arrow", split)
         entries.append(replace(entry, dropped=dropped))
         for index, each in enumerate(rows):
             if index not in dropped:
-                counts.add(split, each.language, each.media_kinds)
+                counts[split or "", each.media_kinds] += 1
     fields = shard_fields(entries)
     if tokenizer:
         write_atomic(folder / TOKENIZER, tokenizer)
@@ -83,7 +88,7 @@ def write_set(folder, shards, tokenizer=None):
         source={},
         settings={},
         **fields,
-        **counts.fields(),
+        **media_fields(counts),
     )
     write_manifest(folder, manifest)
     return str(folder)

@@ -41,6 +41,7 @@ SPAN_COLUMNS = ("t0_s", "t1_s")  # start and end of a text in seconds
 # Names of start and end in the segments of a text, as mmray and as Whisper write them.
 _SPAN_FIELDS = (SPAN_COLUMNS, ("start", "end"))
 MAX_TIME_S = 1e6
+MAX_OVERHANG_S = 0.5  # of a span: a last text may end a moment after its video
 TEXT_COLUMNS = ("text", "texts")
 TEXT_COLUMN = "column of the text"  # name in a text {"text": ...}, of one of several columns
 _TEXT_FIELDS = {"text", "timestamp", TEXT_COLUMN, *SPAN_COLUMNS, "start", "end"}
@@ -138,7 +139,7 @@ def parse_row(values: dict[str, Any] | BadRow, location: str) -> SourceRow:
     Args:
         values: Values by mmray's column names: `id` or `key` (text or int), `image`, `images` or
             `image_path` (one or a list of what `parse_image` takes), `text` or `texts` (a text or
-            {"text", "t0_s", "t1_s"}, or a list), `label` (int), `split`, `language` (words),
+            {"text", "t0_s", "t1_s"}, or a list), `label` (int), `split` (a word),
             `messages` or
             `conversations` (what `parse_messages` takes), `tools` (JSON schemas), `audio` or
             `audios`, `video` or `videos` (as images), `t0_s` and `t1_s` (start and end of the texts
@@ -194,7 +195,7 @@ def _parse_columns(key: str, values: dict[str, Any]) -> SourceRow:
     if spans and all(image.kind == "image" for image in images):
         raise BadRow("columns", "span", "a text has a span, and the row has no audio or video")
     label = _parse_label(values.get("label"))
-    split = _parse_word(values, "split")
+    split = _parse_split(values.get("split"))
     if split is not None and split.lower() in ("train", *HELD_OUT_SPLITS):
         split = split.lower()  # `Test` is no training split
     return SourceRow(
@@ -204,7 +205,6 @@ def _parse_columns(key: str, values: dict[str, Any]) -> SourceRow:
         texts=plain,
         label=label,
         split=split,
-        language=_parse_word(values, "language"),
         messages=list(messages) or None,
         spans=spans,
         text_columns=[*map(str, text_columns)] if any(text_columns) else None,
@@ -223,13 +223,12 @@ def _parse_label(label: Any) -> int | None:
     raise BadRow("columns", "label", f"{hint} (got {str(label)[:40]!r})")
 
 
-def _parse_word(values: dict[str, Any], column: str) -> str | None:
+def _parse_split(split: Any) -> str | None:
     """Return a short plain word, because it becomes a part of file names. Raises BadRow."""
-    word = values.get(column)
-    if word is None or (isinstance(word, str) and _WORD.fullmatch(word)):
-        return word
-    detail = f"{column} must be a word of letters, digits, . _ - (got {str(word)[:40]!r})"
-    raise BadRow("columns", column, detail)
+    if split is None or (isinstance(split, str) and _WORD.fullmatch(split)):
+        return split
+    detail = f"split must be a word of letters, digits, . _ - (got {str(split)[:40]!r})"
+    raise BadRow("columns", "split", detail)
 
 
 def _split_spans(

@@ -382,8 +382,8 @@ class _RowViewer:
             names = self._prepared.manifest.class_names
             name = f" ({names[row.label]})" if row.label < len(names) else ""
             facts.append(("label", f"{row.label}{name}"))
-        named = {"split": row.split, "language": row.language}
-        facts += [(name, value) for name, value in named.items() if value]
+        if row.split:
+            facts.append(("split", row.split))
         return facts
 
 

@@ -19,9 +19,8 @@ from mmray.config.model import AnyModel
 from mmray.data.images.sample import write_once
 from mmray.data.media.decode import require_decoder
 from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
-from mmray.data.prepare.row_checks import MAX_OVERHANG_S
 from mmray.data.prepare.token_counts import NOT_COUNTED, token_counts
-from mmray.data.rows import HELD_OUT_SPLITS
+from mmray.data.rows import HELD_OUT_SPLITS, MAX_OVERHANG_S
 from mmray.data.store.cache import AUTO
 from mmray.data.store.class_names import match_classes, with_class_names
 from mmray.data.store.mixture import PreparedMixture, read_each

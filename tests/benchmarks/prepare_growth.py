@@ -189,7 +189,7 @@ def _write_records(out: Path, file: str, first: int, rows: int) -> None:
         offsets = tuple(range(len(numbers) // 8 + 1))
         shard = Shard(f"shards/{index}.arrow", None, len(numbers), 1, "0" * 64, offsets=offsets)
         chunk = SourceChunk(index, "rows", start, int(numbers[-1]) + 1, 1, len(numbers), "")
-        counts = [(0, None, "image", len(numbers))]
+        counts = [(0, "image", len(numbers))]
         records.append(
             Record("", chunk, [], None, [shard], len(numbers), {}, [], counts, {}, None, {}, False)
         )

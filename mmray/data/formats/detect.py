@@ -63,7 +63,7 @@ def detect_source(address: str, source_format: str = "auto") -> SourceSpec:
     """Return the format and the location of a source.
 
     Args:
-        address: Path or URI of a file or a folder; several COCO documents are joined by commas.
+        address: Path or URI of a file or a folder.
         source_format: `auto` to detect it, or `json`, `coco`, `saved`, `webdataset`, `parquet`,
             `jsonl`, `csv`, `tsv`, `pairs`, `folders`, or a user's `package.module:Class`.
 
@@ -89,12 +89,8 @@ def detect_source(address: str, source_format: str = "auto") -> SourceSpec:
         return SourceSpec(kind, str(path), "", iter(names))
     folder = path.parent
     name = path.name
-    names = [name]
-    if "," in name and source_format in ("auto", "coco") and not path.is_file():
-        names = name.split(",")
-        source_format = "coco"
-    detected = [_detect_file_format(folder, each) for each in names]
-    kind = detected[0] if source_format == "auto" else source_format
+    detected = _detect_file_format(folder, name)
+    kind = detected if source_format == "auto" else source_format
     if not source_class(kind).reads_file:
         raise UsageError(
             f"{address} is a file, and {kind} is a folder: give the path of the folder"

@@ -12,7 +12,6 @@ import unicodedata
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
@@ -48,9 +47,7 @@ CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".cap")
 BAD_ROW = "bad row"  # (stage, reason, detail) of a row that cannot be parsed
 _PIECE_BYTES = 1 << 20  # bytes of a JSON array that are read at a time
 _BETWEEN_ITEMS = re.compile(r"[\s,]*")
-_BOXES = "the boxes of objects are not used"
-_CROWD = "annotations of crowds (`iscrowd`) are not used"
-_NO_CATEGORY = "the category of an object is not in `categories`, so it has no name"
+_OBJECTS = "objects (boxes, categories) of the document are not used"
 Rows = Iterator[tuple[str, dict[str, Any]]]  # location of a row, and its columns
 
 
@@ -378,39 +375,16 @@ class JsonArraySource(ListingSource):
             raise DataError(f"{path} is not UTF-8 after item {count}: {error}") from None
 
 
-@dataclass
-class _Annotations:
-    """Annotations of an image in COCO documents."""
-
-    captions: list[Any] = field(default_factory=list)
-    categories: list[str] = field(default_factory=list)  # of the objects
-    has_crowd: bool = False
-
-    def add(self, annotation: dict[str, Any]) -> None:
-        if "caption" in annotation:
-            self.captions.append(annotation["caption"])
-        # The box of a crowd contains several objects.
-        if "bbox" in annotation and annotation.get("iscrowd"):
-            self.has_crowd = True
-        elif "bbox" in annotation:
-            self.categories.append(str(annotation.get("category_id")))
-
-
 class CocoSource(ListingSource):
-    """One row for each image of the document `name`, or of several
-    (`captions_X.json,instances_X.json`).
+    """One row for each image of a document of COCO's captions, or of Karpathy.
 
-    Documents are joined by image id; one is loaded at a time, because segmentations take most of
-    the memory. An image without captions gets `caption_template` with the names of its categories
-    as its caption.
-
-    The values are `id`, `image`, `texts` and `split`, as far as the documents define them. `scan`
-    raises DataError if a document is not COCO or describes other images than the first.
+    The values are `id`, `image`, `texts` and `split`, as far as the document defines them. `scan`
+    raises DataError if it is not COCO.
     """
 
     title = "COCO"
-    num_without_image = 0  # annotations, known after `scan`
-    row_needs = "an image, and a caption or an object with a category"
+    num_without_image = 0  # captions, known after `scan`
+    row_needs = "an image and a caption; objects of a document (boxes, categories) are not used"
     suffixes = (".json",)
 
     @classmethod
@@ -426,84 +400,52 @@ class CocoSource(ListingSource):
         return {"images", "annotations"} <= first.keys() or _has_sentences(first.get("images"))
 
     def list_rows(self) -> Rows:
-        parent, slash, bases = self.name.rpartition("/")  # folder/a.json,b.json: two documents
-        names = [f"{parent}{slash}{base}" for base in bases.split(",")]
-        images: dict[str, tuple[str, str]] = {}  # id: (document, file)
-        found: dict[str, _Annotations] = defaultdict(_Annotations)
-        categories: dict[str, str] = {}
-        for name in names:
-            path = self.folder / name
-            try:
-                document = orjson.loads(path.read_bytes().removeprefix(BOM))
-                if "annotations" not in document and _has_sentences(document["images"]):
-                    yield from self._list_split_rows(name, document["images"])
-                    return
-                files: dict[str, str] = {}
-                for image in document["images"]:
-                    file = files.setdefault(_id_text(image["id"]), _file_name(image))
-                    if file != _file_name(image):
-                        raise DataError(
-                            f"{path}: {file} and {_file_name(image)} have the id {image['id']}"
-                        )
-                for item in document.get("categories", []):
-                    label = str(item["id"])
-                    named = str(item["name"])
-                    if categories.setdefault(label, named) != named:
-                        raise DataError(
-                            f"{path}: category {label} is `{named}`, and in another document or "
-                            f"entry `{categories[label]}`"
-                        )
-                for annotation in document["annotations"]:
-                    found[_id_text(annotation["image_id"])].add(annotation)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise DataError(
-                    f"{path} is not COCO's JSON ({error}): it needs `images` with `id` and "
-                    "`file_name`, and `annotations` with `image_id`"
-                ) from None
-            shared = images.keys() & files.keys()
-            if images and not any(
-                PurePosixPath(files[n]).name == PurePosixPath(images[n][1]).name for n in shared
-            ):
-                raise DataError(f"{self.folder}: {names[0]} and {name} have no image in common")
-            for image_id, file in files.items():
-                images.setdefault(image_id, (name, file))
-        self.num_without_image = sum(
-            len(each.captions) + len(each.categories)
-            for image_id, each in found.items()
-            if image_id not in images
-        )
-        folder = self._images_folder(names[0], [file for _, file in images.values()][:16])
-        for image_id, (name, file) in images.items():
-            row = {"id": image_id, "image": f"{folder}{file}"}
-            row |= self._columns_of(found[image_id], categories)
-            yield f"{name}:image {image_id}", row
-
-    def _columns_of(self, found: _Annotations, categories: dict[str, str]) -> dict[str, Any]:
-        """Return the columns of an image that follow from its annotations."""
-        row: dict[str, Any] = {}
-        notices = [_BOXES] * bool(found.categories) + [_CROWD] * found.has_crowd
-        if categories and not set(found.categories) <= categories.keys():
-            notices.append(_NO_CATEGORY)
-        if notices:
-            row[NOTICES] = notices
-        names = dict.fromkeys(categories[each] for each in found.categories if each in categories)
-        if found.captions:
-            row["texts"] = found.captions
-        elif names:
-            row["texts"] = [self.caption_template.replace("{}", ", ".join(names))]
-        return row
+        path = self.folder / self.name
+        files: dict[str, str] = {}
+        captions: dict[str, list[Any]] = defaultdict(list)
+        with_objects: set[str] = set()
+        try:
+            document = orjson.loads(path.read_bytes().removeprefix(BOM))
+            if "annotations" not in document and _has_sentences(document["images"]):
+                yield from self._list_split_rows(document["images"])
+                return
+            for image in document["images"]:
+                name = str(image["file_name"])
+                file = files.setdefault(_id_text(image["id"]), name)
+                if file != name:
+                    raise DataError(f"{path}: {file} and {name} have the id {image['id']}")
+            for annotation in document["annotations"]:
+                image_id = _id_text(annotation["image_id"])
+                if "caption" in annotation:
+                    captions[image_id].append(annotation["caption"])
+                else:
+                    with_objects.add(image_id)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{path} is not COCO's JSON ({error}): it needs `images` with `id` and "
+                "`file_name`, and `annotations` with `image_id`"
+            ) from None
+        self.num_without_image = sum(len(captions[each]) for each in captions.keys() - files)
+        folder = self._images_folder([*files.values()][:16])
+        for image_id, file in files.items():
+            row: dict[str, Any] = {"id": image_id, "image": f"{folder}{file}"}
+            if image_id in captions:
+                row["texts"] = captions[image_id]
+            if image_id in with_objects:
+                row[NOTICES] = [_OBJECTS]
+            yield f"{self.name}:image {image_id}", row
 
     def describe(self) -> str:
         if not self.num_without_image:
             return self.title
-        return f"{self.title} ({self.num_without_image:,} annotations are of images that it lacks)"
+        return f"{self.title} ({self.num_without_image:,} captions are of images that it lacks)"
 
-    def _list_split_rows(self, name: str, images: list[dict[str, Any]]) -> Rows:
+    def _list_split_rows(self, images: list[dict[str, Any]]) -> Rows:
         """Yield the rows of a document of Karpathy: images with sentences and a split."""
         files = [
             "/".join(filter(None, (image.get("filepath"), image["filename"]))) for image in images
         ]
-        folder = self._images_folder(name, files[:16])
+        folder = self._images_folder(files[:16])
         for number, (image, file) in enumerate(zip(images, files, strict=True)):
             split = str(image.get("split") or "train")
             row = {
@@ -512,13 +454,13 @@ class CocoSource(ListingSource):
                 "texts": [sentence["raw"] for sentence in image["sentences"]],
                 "split": "train" if split == "restval" else split,
             }
-            yield f"{name}:image {number}", row
+            yield f"{self.name}:image {number}", row
 
-    def _images_folder(self, name: str, files: list[str]) -> str:
+    def _images_folder(self, files: list[str]) -> str:
         """Find the folder of the images: next to the document, in `images/`, or named by the suffix
         (val2017/).
         """
-        folder, slash, base = name.rpartition("/")
+        folder, slash, base = self.name.rpartition("/")
         ending = base.removesuffix(".json").rpartition("_")[2]
         for candidate in (f"{ending}/", "images/", f"images/{ending}/", f"{folder}{slash}images/"):
             paths = [f"{candidate}{file}" for file in files]
@@ -534,15 +476,6 @@ def _has_sentences(images: Any) -> bool:
 
 
 def _id_text(value: Any) -> str:
-    """Return the ID of an image in the form in which documents are joined: 9, "9" and "0009" are
-    the same.
-    """
+    """Return the ID of an image in one form: 9, "9" and "0009" are the same."""
     text = str(value)
     return str(int(text)) if text.isascii() and text.isdigit() else text
-
-
-def _file_name(image: dict[str, Any]) -> str:
-    """Return the path of a COCO image; LVIS has its folder and name in `coco_url` only."""
-    if "file_name" not in image and "coco_url" in image:
-        return "/".join(str(image["coco_url"]).split("/")[-2:])
-    return str(image["file_name"])

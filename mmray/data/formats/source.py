@@ -98,9 +98,9 @@ class RawRow(NamedTuple):
         location: `file:line`, for messages.
         values: A BadRow if the row could not be parsed, otherwise a dict of the columns that it
             has: `id` or `key`, `image`, `images` or `image_path`, `text` or `texts`, `label`,
-            `split`, `language`, `messages` or `conversations`, `audio` or
-            `audios`, `video` or `videos`, `t0_s` and `t1_s`, in the forms that `parse_row` takes.
-            `kept columns` is a dict of those that `prepare.keep` names. Others are ignored.
+            `split`, `messages` or `conversations`, `audio` or `audios`, `video` or `videos`, `t0_s`
+            and `t1_s`, in the forms that `parse_row` takes. `kept columns` is a dict of those that
+            `prepare.keep` names. Others are ignored.
     """
 
     line: int

@@ -60,7 +60,7 @@ TarMember = ImageRef  # has `data`; also used for texts and JSON
 Sample = dict[str, TarMember | BadRow]  # members by extension; a bad one rejects its sample
 _TEXT_COLUMNS = ("text", "texts", "caption")
 _OTHER_COLUMNS = (
-    *("label", "split", "language", *SPAN_COLUMNS),
+    *("label", "split", *SPAN_COLUMNS),
     *MESSAGE_COLUMNS,
     *CHAT_COLUMNS,
 )

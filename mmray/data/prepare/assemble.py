@@ -24,7 +24,6 @@ from mmray.data.store.manifest import (
     TOKENIZER,
     Manifest,
     Notice,
-    RowCounts,
 )
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.shard_table import Shard
@@ -55,7 +54,7 @@ class PrepareResult:
         reasons: Number of bad and dropped rows by reason, such as {"truncated": 3}.
         examples: By reason the location (`file:line`) and a sentence about one such row, as one
             text.
-        counts: A RowCounts of the kept rows, by split, language and kinds of media.
+        counts: Number of kept rows by split ("": none) and kinds of media.
         column_types: By name of a column that `prepare.keep` stores: the types of its values in the
             parts of the source (`bool`, `int64`, `double` or `string`; None: no values).
         notices: `Manifest.notices`; duplicates and contaminated rows count, too.
@@ -65,7 +64,7 @@ class PrepareResult:
     quarantine: str
     reasons: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
-    counts: RowCounts = field(default_factory=RowCounts)
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     column_types: dict[str, set[str | None]] = field(default_factory=dict)
     notices: dict[str, Notice] = field(default_factory=dict)
 
@@ -108,18 +107,18 @@ def _count_rows(packed: PackedRows, dropped: pa.Table, result: PrepareResult) ->
     """Add the counts of the kept rows, the types of kept columns and the notices to a result."""
     first_shard = 0
     for record in packed.records:
-        for shard, language, kinds, number in record.counts:
-            result.counts.add(result.shards[first_shard + shard].split, language, kinds, number)
+        for shard, kinds, number in record.counts:
+            result.counts[result.shards[first_shard + shard].split or "", kinds] += number
         first_shard += len(record.shards)
         for name, kind in record.columns.items():
             result.column_types.setdefault(name, set()).add(kind)
         for text, (num_rows, location) in record.notices.items():
             notice = result.notices.setdefault(text, Notice(num_rows=0, example=location))
             notice["num_rows"] += num_rows
-    groups = dropped.group_by(["shard", "language", "kinds"]).aggregate([([], "count_all")])
+    groups = dropped.group_by(["shard", "kinds"]).aggregate([([], "count_all")])
     for row in groups.to_pylist():
-        split = result.shards[row["shard"]].split
-        result.counts.add(split, row["language"], row["kinds"], -row["count_all"])
+        split = result.shards[row["shard"]].split or ""
+        result.counts[split, row["kinds"]] -= row["count_all"]
 
 
 def _with_reasons(packed: PackedRows, dedup: DedupResult, dropped: pa.Table) -> pa.Table:

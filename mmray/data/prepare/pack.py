@@ -212,7 +212,6 @@ class _ChunkPacker:
             "key": row.key,
             "shard": shard,
             "position": self.num_stored[shard] - 1,
-            "language": row.language,
             "kinds": row.media_kinds,
             "key_digest": key_digest.digest(),
             # Conversations about one image are different rows unless they are equal, too.
@@ -225,9 +224,7 @@ class _ChunkPacker:
         shards = [writer.entry() for writer in self.writers.values()]
         has_columns = self.keeps_columns and bool(shards)
         bad = [row for row in self.rows if "reason" in row]
-        counts = Counter(
-            (row["shard"], row["language"], row["kinds"]) for row in self.rows if "shard" in row
-        )
+        counts = Counter((row["shard"], row["kinds"]) for row in self.rows if "shard" in row)
         return Record(
             job=self.job.digest,
             chunk=self.chunk,

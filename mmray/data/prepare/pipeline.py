@@ -40,6 +40,7 @@ from mmray.data.store.manifest import (
     SHARDS,
     TOKENIZER,
     Manifest,
+    media_fields,
     read_manifest,
     shard_fields,
     write_manifest,
@@ -141,7 +142,7 @@ def ensure_prepared(
     path = to_path(source)
     if (path / MANIFEST).exists():
         return path
-    if not path.exists() and "," not in path.name:
+    if not path.exists():
         hint = (
             "give a prepared set, a source (file or folder of JSON lines, CSV, Parquet, ...) "
             "or `sample`"
@@ -417,7 +418,7 @@ def _build_manifest(
         columns=scores | merge_types(result.column_types, source.has_types),
         notices=result.notices,
         **shards,
-        **result.counts.fields(),
+        **media_fields(result.counts),
     )
 
 

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
-from typing import Any
 
 from mmray.builtin import COLUMNS
 from mmray.data.formats.listing import JsonArraySource
@@ -20,7 +19,6 @@ from mmray.data.rows import (
     FOLDER,
     KEPT_COLUMNS,
     NOTICES,
-    TEXT_COLUMN,
     TEXT_COLUMNS,
     ImageRef,
     join_unused,
@@ -52,11 +50,6 @@ class _ExampleRepr(reprlib.Repr):
 
     def repr_bytes(self, data: bytes, level: int) -> str:
         return f"({len(data):,} bytes)"
-
-    def repr_dict(self, value: dict[str, Any], level: int) -> str:
-        if TEXT_COLUMN in value:
-            return f"{value[TEXT_COLUMN]} {self.repr1(value['text'], level - 1)}"
-        return super().repr_dict(value, level)
 
 
 def understand(

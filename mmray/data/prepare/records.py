@@ -37,7 +37,6 @@ SCHEMA = pa.schema(
         ("key", pa.string()),
         ("shard", pa.int32()),
         ("position", pa.int32()),  # in the shard
-        ("language", pa.string()),
         ("kinds", pa.string()),
         ("key_digest", pa.binary(16)),  # of split and key, because keys are unique in a split
         ("image_digest", pa.binary(16)),  # of a conversation with its messages
@@ -82,7 +81,7 @@ class Record:
         num_rows: Number of its rows, including the bad ones.
         reasons: Number of bad rows by reason.
         stages: The stages in which they failed.
-        counts: [index of the shard, language, kinds of media, number of good rows].
+        counts: [index of the shard, kinds of media, number of good rows].
         columns: Types of the kept columns by name.
         columns_file: The file that has them, or None.
         notices: By text of SourceRow.notices [number of rows, location of the first].
@@ -99,7 +98,7 @@ class Record:
     num_rows: int
     reasons: dict[str, int]
     stages: list[str]
-    counts: list[tuple[int, str | None, str, int]]
+    counts: list[tuple[int, str, int]]
     columns: dict[str, str | None]
     columns_file: str | None
     notices: dict[str, tuple[int, str]]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,16 @@ from mmray.data.media.decode import MediaInfo, read_header, verify_media
 from mmray.data.media.encode import reencode_audio
 from mmray.data.prepare.job import PrepareJob
 from mmray.data.prepare.kept_columns import compute_columns
-from mmray.data.prepare.row_checks import check_aspect_ratio, check_spans
-from mmray.data.rows import BadRow, ImageRef, SourceRow
+from mmray.data.rows import MAX_OVERHANG_S, BadRow, ImageRef, SourceRow
 from mmray.data.store.stored_row import Media
 from mmray.data.text.tokenizer import clean_caption
 from mmray.storage.paths import RemotePath
 from mmray.storage.requests import iter_parallel
 
 READ_THREADS = 16  # of a task, for images on an object store
+NUM_FIRST_ROWS = 8  # of a chunk, which show whether images are files
+# Ratio of the sides of an image in a conversation; the processors of Qwen-VL refuse a larger one.
+MAX_ASPECT_RATIO = 200
 
 
 class RowBuilder:
@@ -92,7 +94,7 @@ class RowBuilder:
         for image in row.images:
             digest, size = self._add_media(row, image)
             if row.messages:
-                check_aspect_ratio(image.name, size)
+                _check_aspect_ratio(image.name, size)
             digests.append(digest)
         image_digest = digests[0] if len(digests) == 1 else sha256("".join(digests).encode())
         if not digests:
@@ -217,7 +219,7 @@ class RowBuilder:
             read = read_header if header_only else verify_media
             info = read(media.data, media.kind, settings.max_pixels)
         if info.duration_s:
-            check_spans(row, name, info)
+            _check_spans(row, name, info)
         row.notices += info.notices
         if rate:
             media.data = reencode_audio(media.data, info.end_s, rate)
@@ -230,28 +232,86 @@ class RowBuilder:
         media.height = info.height
 
 
+def _check_spans(row: SourceRow, name: str, info: MediaInfo) -> None:
+    """Check that the spans of a row are in its audio or video, and cut small overhangs and spans
+    without an end (infinity).
+
+    Args:
+        row: The row, whose `spans`, [start, end] in seconds on the time axis of the file or None
+            for each text, are changed in place.
+        name: Name of the file, for the error.
+        info: The MediaInfo of the file: its audio or video is from `start_s` to `end_s`, in
+            seconds.
+
+    Raises:
+        BadRow: Nothing of a span is in it, or more than MAX_OVERHANG_S (0.5 s) of it is outside.
+    """
+    for number, span in enumerate(row.spans or []):
+        if span is None:
+            continue
+        start = max(span[0], info.start_s)
+        end = min(span[1], info.end_s)
+        overhang = max(start - span[0], span[1] - end if span[1] < math.inf else 0.0)
+        if overhang > MAX_OVERHANG_S or start >= end:
+            raise BadRow(
+                "columns",
+                "span",
+                f"text {number + 1} is at {span[0]:.2f} to {span[1]:.2f} s, and {name} has "
+                f"{info.start_s:.2f} to {info.end_s:.2f} s",
+            )
+        span[:] = [start, end]
+
+
+def _check_aspect_ratio(name: str, size: tuple[int, int]) -> None:
+    """Check that vision-language models accept the shape of an image of a conversation.
+
+    Args:
+        size: Its width and height in pixels.
+
+    Raises:
+        BadRow: One side is more than MAX_ASPECT_RATIO (200) times the other.
+    """
+    if max(size) > MAX_ASPECT_RATIO * min(size):
+        raise BadRow(
+            "decode",
+            "aspect-ratio",
+            f"{name} has {size[0]} x {size[1]} pixels; vision-language models accept a ratio of "
+            f"up to {MAX_ASPECT_RATIO}",
+        )
+
+
 def read_rows(
     job: PrepareJob, items: Iterable[RawRow]
 ) -> Iterator[tuple[RawRow, SourceRow | BadRow]]:
-    """Validate rows, and yield them in order; those of a store with their images, which threads
-    read ahead.
-    """
-    if isinstance(job.folder, RemotePath):
-        return iter_parallel(partial(_read_row, job, reads_images=True), items, READ_THREADS)
-    return map(partial(_read_row, job), items)
+    """Validate rows, and yield them in order; image files on a store are read ahead by threads."""
+    parsed = ((item, _parse_row(job, item)) for item in items)
+    first = list(islice(parsed, NUM_FIRST_ROWS))
+    rows = chain(first, parsed)
+    images = [each for _, row in first if isinstance(row, SourceRow) for each in row.images]
+    if isinstance(job.folder, RemotePath) and any(image.data is None for image in images):
+        return iter_parallel(partial(_read_images, job), rows, READ_THREADS)
+    return rows
 
 
-def _read_row(
-    job: PrepareJob, item: RawRow, reads_images: bool = False
-) -> tuple[RawRow, SourceRow | BadRow]:
+def _parse_row(job: PrepareJob, item: RawRow) -> SourceRow | BadRow:
     try:
-        row = job.parse_row(item)
+        return job.parse_row(item)
     except BadRow as bad:
-        return item, bad
-    if reads_images:
+        return bad
+
+
+def _read_images(
+    job: PrepareJob, item: tuple[RawRow, SourceRow | BadRow]
+) -> tuple[RawRow, SourceRow | BadRow]:
+    """Read the images of a row; not its videos, because those of many rows may exceed memory."""
+    row = item[1]
+    if isinstance(row, SourceRow):
         with suppress(BadRow):  # `RowBuilder` reads the image again, and raises it
-            row.images = [replace(image, data=_read_image(job, image)) for image in row.images]
-    return item, row
+            row.images = [
+                replace(image, data=_read_image(job, image)) if image.kind == "image" else image
+                for image in row.images
+            ]
+    return item
 
 
 def _read_image(job: PrepareJob, image: ImageRef) -> bytes:

@@ -26,7 +26,7 @@ from mmray.data.store.manifest import (
     SHARDS,
     TOKENIZER,
     Manifest,
-    RowCounts,
+    media_fields,
     shard_fields,
     write_manifest,
 )
@@ -336,13 +336,13 @@ def _copy(
     groups = list(enumerate(_groups(prepared)))
     work = partial(_copy_task, source=prepared.with_shards(()), folder=folder)
     shards: dict[int, Shard] = {}
-    counts = RowCounts()
+    counts: Counter[tuple[str, str]] = Counter()
     done = 0
     with closing(map_tasks(work, groups, hint=_HINT)) as results:
         for number, shard, rows in results:
             shards[number] = shard
-            for (language, kinds), count in rows.items():
-                counts.add(shard.split, language, kinds, count)
+            for kinds, count in rows.items():
+                counts[shard.split or "", kinds] += count
             done += shard.num_rows
             progress(PrepareProgress("copy", done, prepared.num_rows))
     before = prepared.manifest
@@ -358,23 +358,23 @@ def _copy(
         num_same_text=0,
         leakage={},
         **shard_fields([shards[number] for number in sorted(shards)]),
-        **counts.fields(),
+        **media_fields(counts),
     )
 
 
 def _copy_task(
     item: tuple[int, list[Shard]], source: PreparedSet, folder: AnyPath
-) -> tuple[int, Shard, Counter[tuple[str | None, str]]]:
+) -> tuple[int, Shard, Counter[str]]:
     """Ray task: copy the kept rows of adjacent shards to one shard, with their columns."""
     number, shards = item
     prepared = source.with_shards(tuple(shards))
     split = shards[0].split
-    rows: Counter[tuple[str | None, str]] = Counter()
+    rows: Counter[str] = Counter()
     with open_shard(folder, f"{SHARDS}/{number:05d}-{split or 'rows'}.arrow", split) as writer:
         for numbers in row_batches(prepared):
             for row in prepared.read_without_references(numbers):
                 writer.append(row)
-                rows[row.language, row.media_kinds] += 1
+                rows[row.media_kinds] += 1
     for group in source.manifest.columns:
         _copy_columns(prepared, shards, group, folder, writer.entry())
     return number, writer.entry(), rows

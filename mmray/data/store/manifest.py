@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypedDict
 
@@ -74,7 +74,6 @@ class Manifest:
             `exact` and `near` (numbers of rows), `phash_distance`, `dropped` (whether they were
             dropped) and `found_in` (number of rows by set); {} without a check.
         class_names: Names of the labels 0, 1, ..., if the source has them.
-        languages: Number of rows by language; rows without one are not counted.
         num_images: Number of rows by number of images (as text), for each split; the split is "" if
             rows have none.
         media_kinds: Number of rows with audio or video by the kinds of their media (`audio`,
@@ -99,7 +98,6 @@ class Manifest:
     same_text_share: dict[str, float] = field(default_factory=dict)
     leakage: dict[str, Any] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
-    languages: dict[str, int] = field(default_factory=dict)
     num_images: dict[str, dict[str, int]] = field(default_factory=dict)
     media_kinds: dict[str, dict[str, int]] = field(default_factory=dict)
     columns: Columns = field(default_factory=dict)
@@ -147,43 +145,23 @@ def text_columns(columns: Sequence[str]) -> tuple[str, ...]:
     return split_names(several[0]) if several else ()
 
 
-class RowCounts:
-    """Counts the rows of a set by language, number of images and kinds of media, for its manifest.
+def media_fields(counts: Mapping[tuple[str, str], int]) -> dict[str, Any]:
+    """Return the fields `num_images` and `media_kinds` of a manifest.
 
-    `add(split, language, kinds)` counts a row; `fields()` returns the counts so far as the fields
-    `languages`, `num_images` and `media_kinds` of a Manifest.
+    Args:
+        counts: Number of rows by split ("" if rows have none) and kinds of their media.
     """
-
-    def __init__(self) -> None:
-        self._languages: Counter[str] = Counter()
-        self._media: Counter[tuple[str, str]] = Counter()
-
-    def add(self, split: str | None, language: str | None, kinds: str, number: int = 1) -> None:
-        """Count rows of a split."""
-        if language:
-            self._languages[language] += number
-        self._media[split or "", kinds] += number
-
-    def fields(self) -> dict[str, Any]:
-        """Return the counts as fields of the manifest.
-
-        Returns:
-            `languages` (number of rows by language), `num_images` (by split, number of rows by
-            number of images as text) and `media_kinds` (by split, number of rows by kinds such as
-            `audio video`); the split is "" if rows have none.
-        """
-        num_images: dict[str, Counter[str]] = {}
-        media_kinds: dict[str, Counter[str]] = {}
-        for (split, kinds), count in sorted(self._media.items()):
-            images = kinds.split().count("image")
-            num_images.setdefault(split, Counter())[str(images)] += count
-            if "audio" in kinds or "video" in kinds:
-                media_kinds.setdefault(split, Counter())[kinds] += count
-        return {
-            "languages": dict(sorted(self._languages.items())),
-            "num_images": {split: dict(counts) for split, counts in num_images.items()},
-            "media_kinds": {split: dict(counts) for split, counts in media_kinds.items()},
-        }
+    num_images: dict[str, Counter[str]] = {}
+    media_kinds: dict[str, Counter[str]] = {}
+    for (split, kinds), count in sorted(counts.items()):
+        images = kinds.split().count("image")
+        num_images.setdefault(split, Counter())[str(images)] += count
+        if "audio" in kinds or "video" in kinds:
+            media_kinds.setdefault(split, Counter())[kinds] += count
+    return {
+        "num_images": {split: dict(of_split) for split, of_split in num_images.items()},
+        "media_kinds": {split: dict(of_split) for split, of_split in media_kinds.items()},
+    }
 
 
 def shard_fields(shards: Sequence[Shard]) -> dict[str, Any]:

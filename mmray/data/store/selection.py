@@ -136,8 +136,9 @@ class RowFilter:
         """
         root = self._root
         is_and = isinstance(root, ast.BoolOp) and isinstance(root.op, ast.And)
+        parts = root.values if isinstance(root, ast.BoolOp) and is_and else [root]
         decided = []
-        for part in root.values if is_and else [root]:  # type: ignore[attr-defined]
+        for part in parts:
             of_shards = pa.nulls(len(lows[self.columns[0]]), pa.bool_())
             if _is_monotone(part):
                 first, last = (self._evaluate(part, each) for each in (lows, highs))

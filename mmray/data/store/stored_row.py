@@ -100,10 +100,10 @@ class Row:
         texts: Its captions; empty if it has `messages`.
         label: Number of its class; None: none.
         split: Split of the row; None: none.
-        language: Language of its captions, such as `de`; None: unknown.
+        language: Of sets of earlier versions, and not used; otherwise None.
         source: Location in the source, `file:line`.
-        boxes: Of sets of earlier versions, and not used; otherwise None.
-        box_labels: As `boxes`.
+        boxes: As `language`.
+        box_labels: As `language`.
         messages: A conversation, a list of `Message` of mmray.data.messages. Each part of type
             `image`, `video` or `audio` takes the next of `media`. None: none.
         spans: (start, end) of each text in seconds, None for the whole audio or video; None: no

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmray.data.messages import Message, split_rejected
-from mmray.data.prepare.row_checks import MAX_OVERHANG_S
+from mmray.data.rows import MAX_OVERHANG_S
 from mmray.data.store.stored_row import Row
 from mmray.data.vlm.chat_template import (
     ALL_TARGETS,

@@ -132,15 +132,14 @@ def test_valid_row_is_parsed():
         "train",
     )
     row = parse_line(
-        b'{"image_path": "a.png", "text": "x", "label": null, "emoji": "#", "language": "pt-BR"}',
+        b'{"image_path": "a.png", "text": "x", "label": null, "emoji": "#"}',
         "f:9",
     )
-    assert (row.key, row.images[0].name, row.texts, row.label, row.language) == (
+    assert (row.key, row.images[0].name, row.texts, row.label) == (
         "f:9",
         "a.png",
         ["x"],
         None,
-        "pt-BR",
     )
 
 
@@ -163,7 +162,6 @@ GOOD = {"image": "a.png", "text": "x"}
         (GOOD | {"label": "cat"}, "columns label"), (GOOD | {"label": True}, "columns label"),
         (GOOD | {"label": 2**63}, "columns label"), (GOOD | {"split": "../x"}, "columns split"),
         (GOOD | {"messages": "\ud800"}, "columns messages"),
-        (GOOD | {"language": ["en"]}, "columns language"),
     ],
 )  # fmt: skip
 def test_ambiguous_row_is_refused(line, outcome):

@@ -123,7 +123,7 @@ def test_every_row_is_kept_or_quarantined(tmp_path, in_process, run):
 
 def test_all_columns_are_kept(tmp_path, in_process, run):
     source, out = make_source(tmp_path / "raw", 1), str(tmp_path / "out")
-    make_source(tmp_path / "raw", 2, start=1, split="train", label=3, language="en")
+    make_source(tmp_path / "raw", 2, start=1, split="train", label=3)
     add(source, {"image_path": "0.png", "texts": ["one", " two "], "split": "test"})
     manifest = run(duplicates="keep")
     # rows without a split are training rows if others have one
@@ -136,8 +136,7 @@ def test_all_columns_are_kept(tmp_path, in_process, run):
         None,
     )
     train = PreparedSet.open(out, "train").read(np.arange(3))
-    assert [(row.label, row.language) for row in train] == [(None, None), (3, "en"), (3, "en")]
-    assert manifest.languages == {"en": 2}
+    assert [row.label for row in train] == [None, 3, 3]
 
 
 @pytest.mark.parametrize(
