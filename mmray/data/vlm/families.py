@@ -18,6 +18,8 @@ from mmray.storage.weights_json import read_weights_json
 
 WEIGHTS_SETTING = "model.weights"
 MODEL_CONFIG = "config.json"
+# What a model or a processor without a descriptor may raise in a check.
+CHECK_ERRORS = (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError)
 
 
 @dataclass(frozen=True)

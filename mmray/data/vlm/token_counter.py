@@ -16,11 +16,10 @@ from mmray.data.messages import Message, message_text
 from mmray.data.prepare.token_counts import RowCounter
 from mmray.data.store.stored_row import Media, Row
 from mmray.data.vlm.encoder import CHECK_SIDE, MediaSize, ProcessorEncoder, preference_of
-from mmray.data.vlm.families import GENERAL, refusal
+from mmray.data.vlm.families import CHECK_ERRORS, GENERAL, refusal
 from mmray.data.vlm.video import clip_length_s
 from mmray.errors import DataError
 
-CHECK_ERRORS = (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError)
 # Place of frames in their intervals. Later times have no fewer digits, which some models write.
 LATEST = 0.999
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from mmray.data.messages import Message
 from mmray.data.stream.collate import Batch
 from mmray.data.vlm.encoder import CHECK_SIDE, EncodedRow
-from mmray.data.vlm.families import refusal
-from mmray.data.vlm.token_counter import CHECK_ERRORS
+from mmray.data.vlm.families import CHECK_ERRORS, refusal
 
 # Relative differences of losses and gradients in float32, and how much larger they may be under
 # autocast. A row that attends to another one differs by more.
