@@ -276,7 +276,7 @@ def _parse_message(item: Any, places: _Places) -> Message:
         raise ValueError(
             f"the role of a message must be one of {', '.join(_ROLES)} (got {str(name)[:40]!r})"
         )
-    lower = name.lower()
+    lower = str(name).lower()
     fields = _parse_fields(item, role)
     if item.get(REJECTED) is not None:
         fields[REJECTED] = _parse_rejected(item[REJECTED], role)

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from mmray.config import Config
+from mmray.config import Config, Vlm
 from mmray.data.prepare.map_shards import row_batches
 from mmray.data.store.mixture import read_each
 from mmray.data.store.prepared_set import PreparedSet
@@ -84,6 +84,7 @@ class ReferenceJob:
         config = self.config
         max_pixels = max(config.prepare.max_pixels, prepared.max_pixels)
         references = ReferenceLogProbs(ADAPTERS_OFF)
+        assert isinstance(config.model, Vlm)
         reader = ConversationReader(prepared, config.model, max_pixels, references=references)
         reader.__dict__["encoder"] = model.encoder  # otherwise the processor is loaded twice
         values = np.full((prepared.num_rows, 2), np.nan)

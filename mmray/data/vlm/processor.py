@@ -111,7 +111,7 @@ def _without_video(processor_class: Any) -> Any:
     """
     from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
 
-    class WithoutVideo(processor_class):  # type: ignore[misc,valid-type]
+    class WithoutVideo(processor_class):
         def check_argument_for_proper_class(self, _name: str, argument: Any) -> Any:
             return type(argument)
 

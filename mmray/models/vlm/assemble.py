@@ -132,7 +132,7 @@ def _join(encoder: Any, text_model: Any, image_token_id: int, language: str) -> 
     net.model.language_model = base
     net.lm_head = text_model.get_output_embeddings()
     net.generation_config = text_model.generation_config
-    ids = torch.arange(16)[None] % config.text_config.vocab_size
+    ids = torch.arange(16)[None] % base.get_input_embeddings().num_embeddings
     with torch.no_grad():
         logits = net.eval()(input_ids=ids).logits
         if not torch.equal(logits, text_model.eval()(input_ids=ids).logits):
