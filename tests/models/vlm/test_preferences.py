@@ -147,7 +147,8 @@ def test_micro_batches_equal_the_published_formula(folder_of, prepared, family, 
     assert total == pytest.approx(float(plain.detach()), rel=1e-9)
     for name, weight in model.named_parameters():
         if weight.grad is not None:
-            assert torch.allclose(gradients[name], weight.grad, rtol=1e-6, atol=1e-9), name
+            # Gemma's norms compute in float32.
+            assert torch.allclose(gradients[name], weight.grad, rtol=1e-6, atol=1e-7), name
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "llava"])

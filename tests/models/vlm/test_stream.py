@@ -9,7 +9,7 @@ import pytest
 import torch
 from ray.data.block import BlockAccessor
 
-from mmray.config import Evaluate
+from mmray.config import Evaluate, Objective
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import BlockPlan, SamplePlan
@@ -117,7 +117,7 @@ def test_evaluation_counts_the_targets_of_all_rows(prepared, spec, model):
     held_out = PreparedSet.open(str(prepared.folder), "test")
     metrics = ("tests.models.vlm.test_stream:answer_metrics",)
     evaluate = Evaluate(batch=2, num_generations=3, metrics=metrics)
-    config = SimpleNamespace(model=spec, evaluate=evaluate, data=None)
+    config = SimpleNamespace(model=spec, evaluate=evaluate, data=None, objective=Objective())
     shown = []
     evaluator = ConversationEvaluator(config, held_out, 10**7)
     scores = evaluator.score(model, Group(), None, 4, shown.append)

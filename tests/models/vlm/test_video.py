@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmray.config import Evaluate, Prepare
+from mmray.config import Evaluate, Objective, Prepare
 from mmray.data.media.decode import BadMedia
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
@@ -203,7 +203,10 @@ def test_span_beyond_the_frames_repeats_none(folder_of, reader, span):
 def test_evaluation_generates_answers_about_videos(folder_of, prepared):
     spec = model_settings(folder_of("qwen2_5_vl"))
     config: Any = SimpleNamespace(
-        model=spec, evaluate=Evaluate(batch=3, num_generations=3), data=None
+        model=spec,
+        evaluate=Evaluate(batch=3, num_generations=3),
+        data=None,
+        objective=Objective(),
     )
     shown: list[Any] = []
     evaluator = ConversationEvaluator(config, prepared, 10**7)
