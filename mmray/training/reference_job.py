@@ -86,7 +86,7 @@ class ReferenceJob:
         references = ReferenceLogProbs(ADAPTERS_OFF)
         assert isinstance(config.model, Vlm)
         reader = ConversationReader(prepared, config.model, max_pixels, references=references)
-        reader.__dict__["encoder"] = model.encoder  # otherwise the processor is loaded twice
+        reader.encoder = model.encoder  # otherwise the processor is loaded twice
         values = np.full((prepared.num_rows, 2), np.nan)
         autocast = precision.select_precision(config.train.precision, device).autocast()
         collate = model.collator(pairs=True)
