@@ -126,12 +126,30 @@ class AwaitStop:
     after step 8.
     """
 
+    steps = (7,)
+    limit_s = 60
+
     def on_step(self, step, metrics):
-        if step == 7:
+        if step in self.steps:
             frame = sys._getframe()
             while not isinstance(frame.f_locals.get("stop"), threading.Event):
                 frame = frame.f_back
-            assert frame.f_locals["stop"].wait(60)
+            assert frame.f_locals["stop"].wait(self.limit_s)
+
+
+class AwaitStops(AwaitStop):
+    """As AwaitStop after the second step of each attempt: the run stops after steps 3, 6 and 9.
+
+    Before it waits it creates the file `awaits-stop-N`.
+    """
+
+    steps = (2, 5, 8)
+    limit_s = 300
+
+    def on_step(self, step, metrics):
+        if step in self.steps:
+            (Path(os.environ["MMRAY_TEST_FAULTS"]) / f"awaits-stop-{step}").touch()
+        super().on_step(step, metrics)
 
 
 class AwaitStopOnce(AwaitStop):
