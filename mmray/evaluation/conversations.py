@@ -124,7 +124,7 @@ class ConversationEvaluator(EvalReader):
         Raises:
             DataError: No row is readable; raised on every rank.
         """
-        self.reader.__dict__["encoder"] = model.encoder  # otherwise the processor is loaded twice
+        self.reader.encoder = model.encoder  # otherwise the processor is loaded twice
         with eval_mode(model):
             sums = self._sum_losses(model, group, objective)
         totals = group.all_gather_variable(sums[None]).sum(0).tolist()
@@ -158,7 +158,7 @@ class ConversationEvaluator(EvalReader):
         """Return the reader of pairs if log-probabilities of the reference model are known."""
         if self.pair_reader is None or self.pair_reader.references is None:
             return None
-        self.pair_reader.__dict__["encoder"] = model.encoder
+        self.pair_reader.encoder = model.encoder
         column = self.pair_reader.references.column
         if column == ADAPTERS_OFF:
             is_known = any(hasattr(layer, "lora_A") for layer in model.modules())

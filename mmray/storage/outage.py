@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from mmray.errors import StorageError
 from mmray.storage.paths import AnyPath
-from mmray.storage.requests import PERMANENT_ERRORS
+from mmray.storage.requests import is_refused
 
 T = TypeVar("T")
 RETRY_EVERY_S = 10.0
@@ -101,8 +101,8 @@ def is_outage(error: BaseException) -> bool:
     """Return whether an error of a storage may end by itself, or when somebody mounts or frees it;
     not for missing permissions.
     """
-    text = str(_cause(error))
-    is_permanent = any(part in text for part in ("Permission denied", *PERMANENT_ERRORS))
+    cause = _cause(error)
+    is_permanent = "Permission denied" in str(cause) or is_refused(cause)
     return isinstance(error, OSError | StorageError) and not is_permanent
 
 

@@ -63,7 +63,12 @@ def _is_transient(error: BaseException) -> bool:
         return False
     if isinstance(error, FileNotFoundError | PermissionError | TransientStorageError):
         return False
-    return not any(text in str(error) for text in PERMANENT_ERRORS)
+    return not is_refused(error)
+
+
+def is_refused(error: BaseException) -> bool:
+    """Return whether an error says that S3 refuses a request, which a retry does not change."""
+    return any(text in str(error) for text in PERMANENT_ERRORS)
 
 
 def parallel_map(call: Callable[[T], Any], items: Iterable[T]) -> None:

@@ -18,7 +18,6 @@ from mmray.config import Config, Vlm
 from mmray.data.prepare.map_shards import row_batches
 from mmray.data.store.mixture import read_each
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.store.row_columns import Columns
 from mmray.data.store.stored_row import Row
 from mmray.data.vlm.encoder import EncodedRow
 from mmray.data.vlm.reader import ADAPTERS_OFF, ConversationReader, ReferenceLogProbs
@@ -69,11 +68,6 @@ class ReferenceJob:
     def types(self) -> dict[str, str]:
         """Types of the columns that are written."""
         return {f"{self.name}_chosen": "double", f"{self.name}_rejected": "double"}
-
-    @property
-    def columns(self) -> Columns:
-        """The columns for the manifest: each is in a folder of its own."""
-        return {name: {name: kind} for name, kind in self.types.items()}
 
     def compute(self, prepared: PreparedSet) -> dict[str, pa.Array]:
         """Return the columns of the rows of a shard; null for a row that the model cannot read, or

@@ -24,7 +24,7 @@ from mmray.data.prepare.pipeline import PrepareProgress
 from mmray.data.prepare.tasks import RESUME_HINT
 from mmray.data.store.manifest import Manifest, read_manifest, write_manifest
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.store.row_columns import KEPT, Columns
+from mmray.data.store.row_columns import KEPT, separate_columns
 from mmray.data.store.row_values import COLUMNS_DIR, RowValues
 from mmray.engine import precision
 from mmray.engine.collectives import Group
@@ -84,11 +84,6 @@ class ScoreJob:
         """
         embedding = {self.embedding_name: f"float16[{self.width}]"} if self.with_embeddings else {}
         return {self.name: "double"} | embedding
-
-    @property
-    def columns(self) -> Columns:
-        """The columns for the manifest: each is in a folder of its own."""
-        return {name: {name: kind} for name, kind in self.types.items()}
 
     @property
     def group(self) -> str:
@@ -167,8 +162,8 @@ def score_set(
             _score_shards(prepared, job, reporter)
             lease.check()
             manifest = read_manifest(prepared.folder) or prepared.manifest
-            others = {key: each for key, each in manifest.columns.items() if key not in job.columns}
-            manifest = replace(manifest, columns=others | job.columns)
+            others = {key: each for key, each in manifest.columns.items() if key not in job.types}
+            manifest = replace(manifest, columns=others | separate_columns(job.types))
             write_manifest(prepared.folder, manifest)
     except OSError as error:
         raise ResourceError(f"score failed at {address}: {error}. {RESUME_HINT}") from error
@@ -292,7 +287,7 @@ def _check_identity(folder: AnyPath, job: ScoreJob | ReferenceJob, weights: str)
 def _score_shards(
     prepared: PreparedSet, job: ScoreJob | ReferenceJob, reporter: RunReporter
 ) -> None:
-    before = RowValues(prepared.folder, job.columns)
+    before = RowValues(prepared.folder, separate_columns(job.types))
     shards = prepared.shards
     total = sum(shard.num_rows for shard in shards)
     done = sum(shard.num_rows for shard in shards if before.has(shard.key))

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from mmray.data.prepare.tasks import map_tasks
 from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.row_columns import separate_columns
 from mmray.data.store.row_values import COLUMNS_DIR, RowValues, update_index, write_values
 from mmray.data.store.shard_table import Shard
 from mmray.storage.paths import AnyPath
@@ -53,7 +54,7 @@ def map_shards(
         ResourceError: Tasks die.
     """
     folder = prepared.folder if folder is None else folder
-    columns = {name: {name: kind} for name, kind in types.items()}
+    columns = separate_columns(types)
     for name in types:
         (folder / COLUMNS_DIR / name).mkdir(parents=True, exist_ok=True)
     values = RowValues(folder, columns)

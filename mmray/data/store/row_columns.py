@@ -27,6 +27,11 @@ _FLOAT = re.compile(r"-?(0|[1-9]\d*)?(\.\d*)?([eE][+-]?\d+)?")
 Columns = dict[str, dict[str, str]]  # type of each column by its name, by folder
 
 
+def separate_columns(types: Mapping[str, str]) -> Columns:
+    """Return columns of these types, each in a folder of its name."""
+    return {name: {name: kind} for name, kind in types.items()}
+
+
 def caption_flag(name: str) -> str:
     """Return the name of the kept column that is true for rows with captions of a text column."""
     return "has_caption_" + re.sub(r"\W", "_", name)

@@ -32,7 +32,6 @@ from mmray.data.vlm.encoder import TOKEN_TYPES, EncodedRow, ProcessorEncoder, en
 from mmray.data.vlm.families import (
     GENERAL,
     WEIGHTS_SETTING,
-    find_family,
     has_weights,
     is_packable,
 )
@@ -529,7 +528,6 @@ def _build(weights: str, source: WeightSource) -> Any:
     saved = source.saved.get("config")
     if saved is None:
         config = load_config(WEIGHTS_SETTING, weights)
-        find_family({"model_type": config.model_type}, weights)
     else:
         config = CONFIG_MAPPING[saved["model_type"]].from_dict(saved)
     if source.pretrained and has_weights(weights):
