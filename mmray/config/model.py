@@ -71,7 +71,18 @@ class Lora(Section, settings_prefix="model.lora"):
     targets: tuple[str, ...] = Field(
         ("*.q_proj", "*.v_proj"),
         min_length=1,
-        description="Name patterns of the linear layers that get an adapter.",
+        description="Name patterns of the linear layers that get an adapter; of a vision-language "
+        "model those of its language model.",
+    )
+    encoder_targets: tuple[str, ...] = Field(
+        (),
+        description="Of a vision-language model: name patterns of linear layers of its encoders of "
+        "images and audio that get an adapter, too.",
+    )
+    load_in_4bit: bool = Field(
+        False,
+        description="Of a vision-language model: keep the frozen weights of linear layers in 4 "
+        "bits (QLoRA; NF4 of bitsandbytes).",
     )
     train: str = Field(
         "",

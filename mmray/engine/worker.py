@@ -243,6 +243,8 @@ def _build_for_device(
         base = _frozen_base(model, settings.weights, group, saved_base)
     for note in model.build_notes:
         driver.notify("model", note)
+    if config.train.compile == "auto" and config.model.lora.load_in_4bit:
+        config = config.replace(train=config.train.replace(compile="none"))
     if config.train.compile == "auto":
         earns = _earns_compile(config, model, group.device, plan.rank_rows, plan.steps)
         if group.all_reduce_min(int(earns)) == 0:

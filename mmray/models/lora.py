@@ -8,7 +8,7 @@ frozen weights, which are read from `model.weights` again. Source: Hu et al. 202
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -159,22 +159,23 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
     """Add LoRA adapters to the linear layers that match a pattern, and freeze all other weights.
 
     In a vision-language model only layers of the language model get adapters, except the output
-    layer, and the projector stays trainable. So do the weights that `lora.train` names.
+    layer, and those of the encoders that `lora.encoder_targets` names. The projector stays
+    trainable. So do the weights that `lora.train` names.
 
     Args:
-        model: Changed in place; a new adapter adds zero to the outputs of its layer.
+        model: Changed in place; a new adapter adds zero to the outputs of its layer. With
+            `lora.load_in_4bit` its frozen linear layers are quantized when it is moved to a device.
         lora: The `model.lora` section: `rank`, `alpha`, `targets`, patterns of layer names such as
             `*.q_proj`, and `train`, names of modules or patterns of weights that are trained fully,
             separated by `|`. Frozen layers get no adapter.
 
     Raises:
-        UsageError: A pattern matches no trainable layer or weight, or peft is not installed.
+        UsageError: A pattern matches no trainable layer or weight, or a package is not installed.
     """
     check_installed("peft", "model.lora.rank", "lora")
     from peft import LoraConfig, inject_adapter_in_model
 
     parts = as_model(model).parameter_parts()
-    adaptable = set(parts["language"]) if parts else None
     # The loss reads its weight without calling it.
     output_layer = model.net.get_output_embeddings() if parts else None  # type: ignore[union-attr,operator]
     trained = [
@@ -189,22 +190,42 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
         # nn.MultiheadAttention reads the weight of its output layer without calling it, so an
         # adapter had no effect.
         if isinstance(part, nn.Linear) and not isinstance(part, NonDynamicallyQuantizableLinear)
-        if part.weight.requires_grad and (adaptable is None or f"{name}.weight" in adaptable)
-        if part is not output_layer
+        if part.weight.requires_grad and part is not output_layer
     ]
-    layers: list[str] = []
-    for pattern in lora.targets:
-        if not (matching := [name for name in linear if fnmatchcase(name, pattern)]):
-            raise UsageError(
-                f"model.lora.targets: `{pattern}` matches no linear layer of the model; trainable "
-                f"ones are {', '.join(linear[:3]) or 'none'}"
-            )
-        layers += matching
+    inside = {part: {name.rpartition(".")[0] for name in names} for part, names in parts.items()}
+    language = inside.pop("language", {*linear})
+    inside.pop("projector", None)
+    layers = _matching_layers(
+        "targets", lora.targets, [name for name in linear if name in language]
+    )
+    # Exports of earlier versions have no such setting.
+    patterns = getattr(lora, "encoder_targets", ())
+    in_encoders = [name for name in linear if any(name in names for names in inside.values())]
+    layers += _matching_layers("encoder_targets", patterns, in_encoders)
+    if getattr(lora, "load_in_4bit", False):
+        check_installed("bitsandbytes", "model.lora.load_in_4bit", "bitsandbytes")
+        from mmray.models.four_bits import quantize_linear_layers
+
+        quantize_linear_layers(model, {id(each) for each in (*trained, output_layer)})
+        model.is_loaded_in_4bit = True  # type: ignore[assignment]  # read by peft
     inject_adapter_in_model(
         LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=layers), model
     )
     for weight in trained:
         weight.requires_grad_(True)
+
+
+def _matching_layers(setting: str, patterns: Sequence[str], names: list[str]) -> list[str]:
+    """Return the names that patterns match, each at least one."""
+    layers: list[str] = []
+    for pattern in patterns:
+        if not (matching := [name for name in names if fnmatchcase(name, pattern)]):
+            raise UsageError(
+                f"model.lora.{setting}: `{pattern}` matches no linear layer of the model; "
+                f"trainable ones are {', '.join(names[:3]) or 'none'}"
+            )
+        layers += matching
+    return layers
 
 
 @contextmanager

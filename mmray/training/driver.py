@@ -127,6 +127,8 @@ def check_classes(config: Config) -> None:
     trackers.check_trackers(config)
     if config.model.lora.rank:
         plugins.check_installed("peft", "model.lora.rank", "lora")
+    if config.model.lora.load_in_4bit:
+        plugins.check_installed("bitsandbytes", "model.lora.load_in_4bit", "bitsandbytes")
     if config.train.float8 != "none":
         plugins.check_installed("torchao", "train.float8", "float8")
     if ":" in config.objective.kind:

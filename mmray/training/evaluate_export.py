@@ -175,6 +175,9 @@ def export_model(
     config, tokenizer_json, checkpoint = open_model(source, step, log)
     if format == "open_clip" and config.model.kind not in open_clip.KINDS:
         raise open_clip.unsupported(config.model.kind)
+    # Adapters of a quantized model are those of its weights before.
+    unquantized = config.model.lora.replace(load_in_4bit=False)
+    config = config.replace(model=config.model.replace(lora=unquantized))
     if not adapters_only:
         model = lora.merge_adapters(_load_interpolated(config, checkpoint, interpolate))
         # The adapters are merged into the weights.

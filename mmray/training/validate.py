@@ -20,7 +20,7 @@ from mmray.config.model_kinds import PAIRS, Towers, Vlm
 from mmray.data.store.manifest import Manifest, read_manifest, text_columns
 from mmray.data.store.row_columns import column_types
 from mmray.data.store.selection import check_where
-from mmray.data.vlm.families import find_family, read_config
+from mmray.data.vlm.families import find_family, has_weights, read_config
 from mmray.engine.batch import resolve_batch_shape
 from mmray.engine.parallel import support
 from mmray.errors import UsageError, suggest
@@ -160,7 +160,31 @@ def unsupported_reasons(config: Config) -> list[str]:
         + objective_reasons(config)
         + support.unsupported_reasons(config)
         + kind_reasons(config)
+        + four_bit_reasons(config)
     )
+
+
+def four_bit_reasons(config: Config) -> list[str]:
+    """Return which settings do not suit frozen weights in 4 bits (`model.lora.load_in_4bit`)."""
+    model: Any = config.model
+    if not model.lora.load_in_4bit:
+        return []
+    train = config.train
+    dpo = config.objective
+    checks = {
+        f"is for model.kind `vlm`, not `{model.kind}`; leave it out": isinstance(model, Vlm),
+        "needs adapters: set --model.lora.rank": model.lora.rank > 0,
+        "needs trained weights: set --model.weights": isinstance(model, Vlm)
+        and not model.is_written_by_run
+        and has_weights(model.weights),
+        "needs --train.parallel ddp": train.parallel in ("ddp", "single"),
+        "needs --train.ema 0": train.ema == 0,
+        "needs --train.float8 none": train.float8 == "none",
+        "needs --train.compile none": train.compile in ("auto", "none"),
+        "needs --objective.reference adapters_off, because `mmray score` computes with unquantized "
+        "weights": not dpo.is_dpo or dpo.reference == "adapters_off",
+    }
+    return [f"model.lora.load_in_4bit {text}" for text, holds in checks.items() if not holds]
 
 
 def kind_reasons(config: Config) -> list[str]:
