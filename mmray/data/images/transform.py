@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import simplejpeg
 from PIL import Image, ImageEnhance
 
 from mmray.data.images.decode import WHITE
@@ -151,13 +152,10 @@ def _to_planes(rgb: np.ndarray) -> np.ndarray:
 
 def to_pillow(rgb: np.ndarray) -> Image.Image:
     """Return pixels uint8 [H, W, 3] as an image of mode RGB."""
-    if rgb.strides[1] != 4:
-        return Image.fromarray(rgb)
-    # `fromarray` would copy the three of four channels byte by byte, which takes longer than to
-    # decode a JPEG.
-    height, width = rgb.shape[:2]
-    words = np.ascontiguousarray(np.lib.stride_tricks.as_strided(rgb, (height, width, 4)))
-    return Image.frombuffer("RGBX", (width, height), words, "raw", "RGBX", 0, 1).convert("RGB")
+    pixels = _all_channels(rgb)
+    if pixels.shape[2] == 3:
+        return Image.fromarray(pixels)
+    return Image.frombuffer("RGBX", rgb.shape[1::-1], pixels, "raw", "RGBX", 0, 1).convert("RGB")
 
 
 def thumbnail(rgb: np.ndarray) -> str:
@@ -171,7 +169,7 @@ def thumbnail(rgb: np.ndarray) -> str:
     return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def reencode(rgb: np.ndarray, data: bytes, side: int) -> bytes:
+def reencode(rgb: np.ndarray, data: bytes, side: int) -> tuple[bytes, tuple[int, int]]:
     """Encode an image with its shorter side reduced to `side` pixels.
 
     Args:
@@ -179,20 +177,30 @@ def reencode(rgb: np.ndarray, data: bytes, side: int) -> bytes:
 
     Returns:
         A JPEG of quality 90, or a PNG if the source is lossless (PNG, GIF, BMP, PPM, ICO or
-        lossless WebP). `data` itself if the image is not larger.
+        lossless WebP); `data` itself if the image is not larger. And its size (width, height).
     """
     height, width = rgb.shape[:2]
     shorter = min(width, height)
     if shorter <= side:
-        return data
+        return data, (width, height)
     size = (max(1, round(width * side / shorter)), max(1, round(height * side / shorter)))
-    small = to_pillow(resize(rgb, size, "bicubic", (0, 0, width, height)))
-    out = io.BytesIO()
+    small = resize(rgb, size, "bicubic", (0, 0, width, height))
     if detect_format(data) in _LOSSLESS or data[12:16] == b"VP8L":
-        small.save(out, "PNG")
-    else:
-        small.save(out, "JPEG", quality=90)
-    return out.getvalue()
+        out = io.BytesIO()
+        to_pillow(small).save(out, "PNG")
+        return out.getvalue(), size
+    pixels = _all_channels(small)
+    colors = "RGBX" if pixels.shape[2] == 4 else "RGB"
+    return simplejpeg.encode_jpeg(pixels, 90, colors, "420"), size
+
+
+def _all_channels(rgb: np.ndarray) -> np.ndarray:
+    """Return pixels uint8 [H, W, 3] as a contiguous array, with the fourth channel that `decode`
+    and `resize` leave out: to copy three of four takes as long as to decode a JPEG.
+    """
+    if rgb.strides[1] == 4:
+        rgb = np.lib.stride_tricks.as_strided(rgb, (*rgb.shape[:2], 4))
+    return np.ascontiguousarray(rgb)
 
 
 def resize(
@@ -221,7 +229,7 @@ def resize(
     if rows.strides[1] == 4:
         # The first three channels of four, as `decode` returns them: the width takes two thirds of
         # the time.
-        rows = np.lib.stride_tricks.as_strided(rows, (height, width, 4))
+        rows = _all_channels(rows)
         kind = simd.PixelType.U8x4
         channels = 4
     source = simd.ImageData(width, height, kind, rows.tobytes())

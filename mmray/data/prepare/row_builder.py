@@ -193,14 +193,14 @@ class RowBuilder:
             if decoder is not None:
                 decoder.check(data, settings.max_pixels)
             rgb = decode(data, settings.max_pixels)
-            size = (rgb.shape[1], rgb.shape[0])
-            media.data = reencode(rgb, data, settings.image_side)
-        elif settings.check == "full":
+            media.data, (media.width, media.height) = reencode(rgb, data, settings.image_side)
+            return rgb.shape[1], rgb.shape[0]
+        if settings.check == "full":
             check = verify_image if decoder is None else decoder.check
             size = check(data, settings.max_pixels)
         else:
             size = header_size(data, settings.max_pixels)
-        media.width, media.height = size if media.data is data else header_size(media.data)
+        media.width, media.height = size
         return size
 
     def _check_clip(self, media: Media, row: SourceRow, name: str) -> None:

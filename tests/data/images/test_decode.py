@@ -397,15 +397,27 @@ def test_damaged_jpegs_give_same_result_on_both_paths(progressive):
 
 def test_shrink_keeps_small_images_and_re_encodes_large_ones():
     jpeg, lossless = FORMATS["JPEG"], FORMATS["PNG"]
-    assert reencode(decode(jpeg), jpeg, 30) is jpeg
-    assert reencode(decode(jpeg), jpeg, 64) is jpeg
-    small = reencode(decode(jpeg), jpeg, 15)
+    assert reencode(decode(jpeg), jpeg, 30) == (jpeg, (40, 30))
+    assert reencode(decode(jpeg), jpeg, 64)[0] is jpeg
+    small, size = reencode(decode(jpeg), jpeg, 15)
     assert Image.open(io.BytesIO(small)).format == "JPEG"
-    assert with_pillow(small).size == (20, 15)
-    assert small == reencode(decode(jpeg), jpeg, 15)
-    assert with_pillow(reencode(decode(rotated(6)), rotated(6), 15)).size == (15, 20)
+    assert with_pillow(small).size == size == (20, 15)
+    assert small == reencode(decode(jpeg), jpeg, 15)[0]
+    turned, size = reencode(decode(rotated(6)), rotated(6), 15)
+    assert with_pillow(turned).size == size == (15, 20)
     for data in (lossless, FORMATS["WEBP"], FORMATS["GIF"]):
-        assert Image.open(io.BytesIO(reencode(decode(data), data, 15))).format == "PNG"
+        assert Image.open(io.BytesIO(reencode(decode(data), data, 15)[0])).format == "PNG"
+
+
+def test_reduced_jpeg_has_the_quality_of_pillows():
+    data = encode(photo(400, 300))
+    small = with_pillow(data).resize((200, 150), Image.Resampling.BICUBIC)
+    by_pillow = encode(small, "JPEG", quality=90)
+    errors = [
+        np.abs(np.subtract(with_pillow(each), small, dtype=float)).mean()
+        for each in (reencode(decode(data), data, 150)[0], by_pillow)
+    ]
+    assert errors[0] < 1.1 * errors[1] < 3.0
 
 
 def test_png_suite(shared_data):
