@@ -72,6 +72,7 @@ _BLOCK = 512
 _MAX_COMPARED_SAMPLES = 100_000  # names compared to find samples whose files are not adjacent
 # Names of the classes 0, 1, ..., one a line, next to the tars.
 _CLASS_FILES = ("classnames.txt", "classes.txt")
+_TYPE_FILE = "dataset_type.txt"  # of CLIP_benchmark
 
 
 class WebDatasetSource(Source):
@@ -112,6 +113,12 @@ class WebDatasetSource(Source):
                 lines = path.read_bytes().decode("utf-8-sig").splitlines()
                 return tuple(class_name(line) for line in lines if line.strip())
         return ()
+
+    @cached_property
+    def _is_retrieval(self) -> bool:
+        """Whether each line of a text is a caption, as in CLIP_benchmark's sets for retrieval."""
+        path = self.folder / _TYPE_FILE
+        return path.is_file() and path.read_text().strip().lower() == "retrieval"
 
     def _check_tar(self, name: str) -> tuple[int, str]:
         """Return the size and the signature of a tar. Raises DataError if it is compressed."""
@@ -160,7 +167,10 @@ class WebDatasetSource(Source):
                 caption = values.pop("caption")
                 values = values if "texts" in values else {"text": caption} | values
         if "txt" in members:
-            values["text"] = decode_text(members["txt"].data or b"", "the txt")
+            values["text"] = text = decode_text(members["txt"].data or b"", "the txt")
+            if self._is_retrieval:
+                values["texts"] = [line for line in text.splitlines() if line.strip()]
+                del values["text"]
         if "cls" in members:
             values["label"] = text = decode_text(members["cls"].data or b"", "the cls")
             number = label_number(text)
