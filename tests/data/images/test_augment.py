@@ -1,5 +1,7 @@
 """Augmentation depends only on (seed, epoch, key), and each kind equals torchvision's."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -189,6 +191,9 @@ def test_function_of_the_user_changes_the_square_by_seed_epoch_and_key(tmp_path)
     first_rows = mine["image"][:, :, 0].reshape(12, -1)
     assert len(np.unique(first_rows, axis=0)) == 12, "another in each epoch and for each row"
     assert np.array_equal(block(positions[7:8])["image"][0], mine["image"][7])
+    for first, rank in itertools.product(range(4), range(2)):  # of two ranks
+        own = SamplePlan(6, 3, world_size=2, seed=1, steps=8).positions(first, rank)
+        assert np.array_equal(block(own[own >= 0])["image"], mine["image"][own[own >= 0]])
     assert (block(positions, seed=2)["image"] != mine["image"]).any()
     flipped = block(positions, augment=Augment(flip=1.0), function=None)["image"]
     both = block(positions, augment=Augment(flip=1.0))["image"]
