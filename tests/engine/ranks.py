@@ -48,7 +48,7 @@ from tests.engine import recipe_models, toy
 
 ROWS = 21  # the second of two ranks has one row of padding, the last of four has three rows
 INVALID = (2, 5, 6, 7)
-STEPS = 6
+STEPS = 3
 LARGE_SCALE = 2.0**20
 KINDS = (
     "sigmoid",
