@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,12 +47,13 @@ def flags(command, **options):
 def flags_of():
     """Flags by command."""
     out = {name: flags(command) for name, command in parsers().items()}
-    out["train"] = set().union(
-        *(
-            {flag.replace("--settings.", "--") for flag in flags(Config, default=recipe())}
-            for recipe in recipes.RECIPES.values()
-        )
-    )
+    configs = [recipe() for recipe in recipes.RECIPES.values()]
+    by_kind = {type(config.model): config for config in configs}
+    out["train"] = {
+        flag.replace("--settings.", "--")
+        for config in by_kind.values()
+        for flag in flags(Config, default=config)
+    }
     out["evaluate"] |= flags(evaluate_weights.parameters(model=Clip())) | out["export"]
     return out
 
@@ -62,21 +64,27 @@ def docstring_ids(tree):
     return {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}
 
 
+@cache
+def flags_in(file):
+    """(flag, file:line) of each flag in a string of a module that is no docstring."""
+    tree = ast.parse(file.read_text())
+    docs = docstring_ids(tree)
+    strings = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
+    ]
+    place = file.relative_to(PACKAGE)
+    return [
+        (flag, f"{place}:{each.lineno}") for each in strings for flag in FLAG.findall(each.value)
+    ]
+
+
 def named_flags(*paths):
-    """(flag, file:line) of each flag in a string of these modules that is no docstring."""
+    """What `flags_in` returns, of these modules and packages."""
     for path in paths:
         for file in sorted((PACKAGE / path).rglob("*.py")) or [PACKAGE / path]:
-            tree = ast.parse(file.read_text())
-            docs = docstring_ids(tree)
-            for node in ast.walk(tree):
-                value = getattr(node, "value", None)
-                if (
-                    isinstance(node, ast.Constant)
-                    and isinstance(value, str)
-                    and id(node) not in docs
-                ):
-                    place = f"{file.relative_to(PACKAGE)}:{node.lineno}"
-                    yield from ((flag, place) for flag in FLAG.findall(value))
+            yield from flags_in(file)
 
 
 def test_flags_in_messages_exist(flags_of):
