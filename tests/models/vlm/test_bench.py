@@ -8,7 +8,6 @@ from mmray.bench import conversations
 from mmray.bench.step import WARMUP_STEPS, bench_step
 from mmray.engine.collectives import Group
 from mmray.models.vlm.model import Vlm
-from tests.benchmarks.encoding import bench_encoding
 from tests.models.vlm import token_runs
 
 
@@ -42,15 +41,3 @@ def test_result_has_the_rates_of_both_loops(folder_of, tmp_path, monkeypatch):
     assert (loop["arm"], padded["arm"]) == ("loop", "padded")
     assert loop["loss"] == pytest.approx(padded["loss"], rel=1e-4)
     assert min(loop["tokens_per_s"], padded["samples_per_s"]) > 0
-
-
-def test_rows_are_encoded_with_and_without_torch(folder_of, tmp_path):
-    """The process without torch has a fraction of the memory."""
-    token_runs.make_prepared(tmp_path / "set")
-    result = bench_encoding(
-        str(folder_of("qwen3_vl")), str(tmp_path / "set"), 1, 0.2, lambda _: None
-    )
-    reader, processor = result["rows"]
-    assert (reader["arm"], processor["arm"]) == ("reader", "processor")
-    assert reader["rows_per_s"] > 0
-    assert reader["peak_mib"] < 0.6 * processor["peak_mib"]
