@@ -54,10 +54,12 @@ QUESTION_COLUMNS = ("prompt", "query", "instruction", "question")
 ANSWER_COLUMNS = ("completion", "response", "output", "answer")
 CHOSEN_COLUMN = "chosen"
 REJECTED_COLUMNS = ("rejected", "rejected_response", "rejected_messages")
+OPTION_COLUMNS = ("options", "choices")
 CHAT_COLUMNS = (
     *QUESTION_COLUMNS,
     "input",
     *ANSWER_COLUMNS,
+    *OPTION_COLUMNS,
     CHOSEN_COLUMN,
     *REJECTED_COLUMNS,
     "system",

@@ -19,14 +19,17 @@ import orjson
 # {"role": "system" | "developer" | "user" | "assistant" | "tool", "content": [part, ...]}; a part
 # is {"type": "text", "text": ...}, or {"type": "image", "text": None}, which is the next image of
 # the row; `video` and `audio` alike. Further fields: `weight` (a factor of the loss; 1 if missing),
-# those that chat templates read (_TEMPLATE_FIELDS), in the first message `tools` of the row, and
-# REJECTED.
+# those that chat templates read (_TEMPLATE_FIELDS), in the first message `tools` of the row,
+# REJECTED and OPTIONS.
 Message = dict[str, Any]
 Part = dict[str, str | None]
 
 # Field of a message of the assistant: the messages of a rejected answer, which replace this message
 # and those after it.
 REJECTED = "rejected"
+# Field of a message of the assistant that answers a multiple-choice question: the texts of all
+# options, of which its own text is one.
+OPTIONS = "options"
 MAX_MESSAGE_BYTES = 64 * 1024  # limit of the text of a message, the same as of a caption
 # A message of these is a call, or several, as JSON.
 _CALL_ROLES = ("function_call", "tool_call")
@@ -39,7 +42,7 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # as in tran
 # Fields that chat templates read, with their types.
 _TEMPLATE_FIELDS = {"reasoning_content": str, "tool_calls": list, "tool_call_id": str, "name": str}
 _BASIC_FIELDS = frozenset(("role", "from", "content", "value"))  # most messages have no others
-_USED_FIELDS = {*_BASIC_FIELDS, "function_call", REJECTED, *_TEMPLATE_FIELDS}
+_USED_FIELDS = {*_BASIC_FIELDS, "function_call", REJECTED, OPTIONS, *_TEMPLATE_FIELDS}
 _USED_FIELDS |= {*_WEIGHT_FIELDS, *_REASONING_FIELDS}
 # Control characters but tab, line feed and carriage return, and the byte order mark
 _REMOVED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufeff]")
@@ -280,6 +283,8 @@ def _parse_message(item: Any, places: _Places) -> Message:
     fields = _parse_fields(item, role)
     if item.get(REJECTED) is not None:
         fields[REJECTED] = _parse_rejected(item[REJECTED], role)
+    if item.get(OPTIONS) is not None:
+        fields[OPTIONS] = item[OPTIONS]
     content = _content(item)
     if lower in _CALL_ROLES:
         fields["tool_calls"] = _parse_calls(content)
@@ -301,7 +306,26 @@ def _parse_message(item: Any, places: _Places) -> Message:
         num_bytes += len(to_json(fields))
     if num_bytes > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {num_bytes} bytes is over {MAX_MESSAGE_BYTES}")
-    return {"role": role, "content": parts} | fields
+    message = {"role": role, "content": parts} | fields
+    if OPTIONS in fields:
+        _check_options(message)
+    return message
+
+
+def _check_options(message: Message) -> None:
+    """Raise ValueError unless the options of a message differ and one is its own text."""
+    options = message[OPTIONS]
+    if (
+        not isinstance(options, list)
+        or len(options) < 2
+        or not all(isinstance(option, str) and option.strip() for option in options)
+        or len(set(options)) < len(options)
+    ):
+        raise ValueError(
+            f"options must be different texts, at least two (got {str(options)[:80]!r})"
+        )
+    if message["role"] != "assistant" or message_text(message) not in options:
+        raise ValueError("options must be of an answer of the assistant that is one of them")
 
 
 def role_of(item: dict[str, Any]) -> str | None:
@@ -355,11 +379,31 @@ def split_rejected(messages: Sequence[Message]) -> tuple[list[Message], list[Mes
     first = next((number for number, each in enumerate(messages) if REJECTED in each), None)
     if first is None:
         return None
-    prompt = [
-        message | {"weight": 0.0} if message["role"] == "assistant" else message
-        for message in messages[:first]
-    ]
+    prompt = _without_targets(messages[:first])
     return [*prompt, *messages[first:]], [*prompt, *messages[first][REJECTED]]
+
+
+def split_options(messages: Sequence[Message]) -> tuple[list[list[Message]], int] | None:
+    """Return a conversation for each option of the last message with options, which it ends with,
+    and the index of the right one; None for a row without options.
+    """
+    numbers = [number for number, each in enumerate(messages) if OPTIONS in each]
+    if not numbers:
+        return None
+    prompt = _without_targets(messages[: numbers[-1]])
+    answer = messages[numbers[-1]]
+    options = answer[OPTIONS]
+    conversations = [
+        [*prompt, answer | {"content": [_text_part(option)], "weight": 1.0}] for option in options
+    ]
+    return conversations, options.index(message_text(answer))
+
+
+def _without_targets(messages: Sequence[Message]) -> list[Message]:
+    return [
+        message | {"weight": 0.0} if message["role"] == "assistant" else message
+        for message in messages
+    ]
 
 
 def _parse_fields(item: dict[str, Any], role: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ DIRECTIONS = (
 MAIN_METRICS = (
     *((f"recall_at_1/{way}", f"recall@1 {way.replace('_', ' ')}", ".1%") for way in DIRECTIONS),
     ("zero_shot/top_1", "zero-shot top 1", ".1%"),
+    ("choice_accuracy", "choice accuracy", ".1%"),
     ("exact_match", "exact match", ".1%"),
     ("perplexity", "perplexity", ".3f"),
     ("token_accuracy", "token accuracy", ".1%"),

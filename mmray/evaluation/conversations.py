@@ -1,9 +1,10 @@
 """Evaluation of vision-language models on held-out conversations: loss, perplexity and token
-accuracy of the assistant's turns, and the scores of generated answers.
+accuracy of the assistant's turns, the scores of generated answers, and multiple choice.
 
 An answer is generated for the last turn of a conversation, after the turns before it. A row that
 only has captions has all of them as reference answers to the same question. Reasoning, up to
-`</think>`, is no part of an answer.
+`</think>`, is no part of an answer. Of a multiple-choice question the option is chosen whose
+tokens, with those of the end of the turn, have the largest mean log-probability.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.transform import thumbnail
 from mmray.data.media.clips import full_span
 from mmray.data.media.decode import read_frames
-from mmray.data.messages import Message, message_text
+from mmray.data.messages import Message, message_text, split_options
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Media, Row
 from mmray.data.vlm.chat_template import RowError
@@ -116,10 +117,11 @@ class ConversationEvaluator(EvalReader):
 
         Returns:
             Equal on all ranks: `loss` (mean over the assistant's tokens), `perplexity`,
-            `token_accuracy` (0 to 1), `tokens`, `rows` and `bad_rows` (counts). With
-            `evaluate.num_generations` also `exact_match`, `vqa_accuracy` and `anls` (0 to 1),
-            `answered` (rows with a generated answer), and those of `evaluate.metrics`. With dpo
-            also `preference_loss` and PREFERENCE_METRICS.
+            `token_accuracy` (0 to 1), `tokens`, `rows` and `bad_rows` (counts). If rows have
+            options, `choice_accuracy` (0 to 1) and `choice_rows`. With `evaluate.num_generations`
+            also `exact_match`, `vqa_accuracy` and `anls` (0 to 1), `answered` (rows with a
+            generated answer), and those of `evaluate.metrics`. With dpo also `preference_loss` and
+            PREFERENCE_METRICS.
 
         Raises:
             DataError: No row is readable; raised on every rank.
@@ -128,7 +130,7 @@ class ConversationEvaluator(EvalReader):
         with eval_mode(model):
             sums = self._sum_losses(model, group, objective)
         totals = group.all_gather_variable(sums[None]).sum(0).tolist()
-        loss, tokens, correct, rows, *of_pairs = totals
+        loss, tokens, correct, rows, choices, chosen, *of_pairs = totals
         bad_rows = self.count_bad_rows(int(rows), group)
         answers: list[Answer] = []
         if self.settings.num_generations:
@@ -147,6 +149,8 @@ class ConversationEvaluator(EvalReader):
             "bad_rows": float(bad_rows),
             **_preference_metrics(*of_pairs),
         }
+        if choices:
+            metrics |= {"choice_accuracy": chosen / choices, "choice_rows": choices}
         if not answers:
             return metrics
         texts = [answer.text for answer in answers]
@@ -170,12 +174,13 @@ class ConversationEvaluator(EvalReader):
         return self.pair_reader
 
     def _sum_losses(self, model: Vlm, group: Group, objective: Objective | None) -> Tensor:
-        """Return sums of this rank, float64 [10]: loss, target tokens, correct ones and rows, and
-        of dpo the number of rows, the loss, and PREFERENCE_METRICS.
+        """Return sums of this rank, float64 [12]: loss, target tokens, correct ones and rows, rows
+        with options and those answered correctly, and of dpo the number of rows, the loss, and
+        PREFERENCE_METRICS.
         """
         collate = model.collator()
         pairs = self._open_pairs(model)
-        sums = torch.zeros(6 + len(PREFERENCE_METRICS), dtype=torch.float64)
+        sums = torch.zeros(8 + len(PREFERENCE_METRICS), dtype=torch.float64)
         batches = self.batches(group.rank, group.world_size, self.settings.limit)
         for part in steps_in_lockstep(model, batches, group):
             encoded: list[EncodedRow] = []
@@ -189,9 +194,56 @@ class ConversationEvaluator(EvalReader):
                 sums[0] += outputs["loss_sum"].double().cpu()
                 sums[1] += len(batch["targets"])
                 sums[2] += outputs["num_correct"].double().cpu()
+            sums[4:6] += self._sum_choices(model, group, part or ())
             if pairs is not None and objective is not None:
-                sums[4:] += self._sum_pairs(model, group, pairs, objective, part or ())
+                sums[6:] += self._sum_pairs(model, group, pairs, objective, part or ())
         return sums
+
+    def _sum_choices(self, model: Vlm, group: Group, part: Sequence[tuple[int, Row]]) -> Tensor:
+        """Return the number of rows with options, and of those whose right option has the largest
+        mean log-probability of its tokens.
+        """
+        rows: list[list[EncodedRow]] = []
+        answers: list[int] = []
+        for _, row in part:
+            if (split := split_options(row.messages or [])) is not None:
+                with suppress(BadImage, RowError):
+                    rows.append(self._encode_options(row, split[0]))
+                    answers.append(split[1])
+        # A forward computes two options of each row.
+        num_forwards = max(map(len, rows), default=0)
+        if in_lockstep(model, group):
+            num_forwards = max(group.all_gather_objects(num_forwards))
+        scores: list[list[float]] = [[] for _ in rows]
+        collate = model.collator(pairs=True)
+        has_reference, model.has_reference = model.has_reference, True
+        for number in range(num_forwards):
+            own = [index for index, pairs in enumerate(rows) if number < len(pairs)]
+            batch = collate([rows[index][number] for index in own])
+            outputs = model({name: each.to(group.device) for name, each in batch.items()})
+            means = (outputs["log_probs"] / outputs["num_targets"]).tolist()
+            for index, values in zip(own, means, strict=False):
+                scores[index] += values
+        model.has_reference = has_reference
+        correct = sum(
+            max(values) == values[answer] for values, answer in zip(scores, answers, strict=True)
+        )
+        return torch.tensor([len(rows), correct], dtype=torch.float64)
+
+    def _encode_options(
+        self, row: Row, conversations: Sequence[Sequence[Message]]
+    ) -> list[EncodedRow]:
+        """Return the conversations of a row with its options in pairs; the last one may be twice.
+
+        Raises as `encode_row`.
+        """
+        media = self.reader.media_of(row)
+        encoded = [self.reader.encoder.encode(messages, media) for messages in conversations]
+        encoded += encoded[-1:] * (len(encoded) % 2)
+        return [
+            replace(first, rejected=second, reference=np.zeros(2))
+            for first, second in zip(encoded[::2], encoded[1::2], strict=True)
+        ]
 
     def _sum_pairs(
         self,

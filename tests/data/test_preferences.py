@@ -43,6 +43,14 @@ def turns(values: dict[str, Any]) -> list[list[tuple[str, str]]]:
         # TRL with the prompt in both
         ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, []),
         ({"chosen": [*EARLIER, USER, GOOD], "rejected": [*EARLIER, USER, BAD]}, EARLIER),
+        # hh-rlhf
+        (
+            {
+                "chosen": "\n\nHuman: p\n\nAssistant: earlier\n\nHuman: q\n\nAssistant: good",
+                "rejected": "\n\nHuman: p\n\nAssistant: earlier\n\nHuman: q\n\nAssistant: bad",
+            },
+            EARLIER,
+        ),
         # UltraFeedback has the prompt once more
         ({"prompt": "q", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, []),
         # ms-swift
@@ -85,6 +93,10 @@ def test_system_column_is_the_start_of_both() -> None:
         ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "empty, or equal"),
         ({"prompt": "q", "chosen": "good", "rejected": " "}, "needs a text of the assistant"),
         ({"chosen": "good", "rejected": "bad"}, "have no prompt"),
+        (
+            {"chosen": "\n\nHuman: q\n\nAssistant: good", "rejected": "\n\nHuman: r"},
+            "in place of a message of the assistant",
+        ),
         ({"prompt": "q", "chosen": "good", "rejected": [USER]}, "starts with it"),
         (
             {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -16,10 +17,11 @@ from mmray.builtin import (
     ANSWER_COLUMNS,
     CHAT_COLUMNS,
     CHOSEN_COLUMN,
+    OPTION_COLUMNS,
     QUESTION_COLUMNS,
     REJECTED_COLUMNS,
 )
-from mmray.data.messages import REJECTED, role_of
+from mmray.data.messages import OPTIONS, REJECTED, role_of
 from mmray.data.rows import (
     IMAGE_COLUMNS,
     MEDIA_COLUMNS,
@@ -34,6 +36,7 @@ from mmray.data.rows import (
 )
 
 _INTEGER = re.compile(r"-?[0-9]{1,19}")
+_TURN = re.compile(r"\n\n(Human|Assistant): ?")  # of hh-rlhf
 
 
 def normalize_values(
@@ -87,6 +90,7 @@ def normalize_values(
             for turn in values.pop("texts")
             for role in ("user", "assistant")
         ]
+    _join_options(values)
     _join_answers(values)
     label = values.get("label")
     if isinstance(label, bool):
@@ -165,6 +169,50 @@ def _as_identifier(name: str, value: Any) -> Any:
     return value
 
 
+def _join_options(values: dict[str, Any]) -> None:
+    """Replace the answer to a multiple-choice question, which may be the number or the letter of
+    an option, by a message with the text of the option and the field OPTIONS. Raises BadRow.
+
+    Options that are not used stay: those of a row without an answer of its own.
+    """
+    names = [name for name in OPTION_COLUMNS if name in values]
+    answers = [name for name in ANSWER_COLUMNS if name in values]
+    if len(names) != 1 or len(answers) != 1 or has_any(values, MESSAGE_COLUMNS):
+        return
+    given = values[names[0]]
+    if isinstance(given, str):  # MMMU
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            given = ast.literal_eval(given)
+    letters = [chr(ord("A") + number) for number in range(26)]
+    if isinstance(given, dict):
+        letters = [*map(str, given)]
+        given = [*given.values()]
+    if not isinstance(given, list):
+        return
+    options = [str(option) for option in given if not is_missing(option)]
+    if not options:  # an open question
+        del values[names[0]]
+        return
+    answer = values[answers[0]]
+    if str(answer) in options and not isinstance(answer, int):
+        number = options.index(str(answer))
+    elif isinstance(answer, str) and answer.strip() in letters:
+        number = letters.index(answer.strip())
+    elif isinstance(answer, int) or (isinstance(answer, str) and _INTEGER.fullmatch(answer)):
+        number = int(answer)
+    else:
+        number = -1
+    if not 0 <= number < len(options):
+        raise BadRow(
+            "columns",
+            "answer",
+            f"{answers[0]} must be the text, the letter or the number from 0 of one of the "
+            f"{len(options)} {names[0]} (got {str(answer)[:40]!r})",
+        )
+    del values[names[0]]
+    values[answers[0]] = [{"role": "assistant", "content": options[number], OPTIONS: options}]
+
+
 def _join_answers(values: dict[str, Any]) -> None:
     """Replace the columns of a conversation by `messages`. The first message that a rejected answer
     replaces has that answer as its field REJECTED.
@@ -177,9 +225,11 @@ def _join_answers(values: dict[str, Any]) -> None:
         _join_chat_columns(values)
         return
     given = values.pop(columns[0])
-    rejected = _as_messages("assistant", given)
+    rejected = _split_turns(given) or _as_messages("assistant", given)
     given_chosen = values.pop(CHOSEN_COLUMN, None)
-    chosen = [] if given_chosen is None else _as_messages("assistant", given_chosen)
+    chosen = _split_turns(given_chosen)
+    if not chosen and given_chosen is not None:
+        chosen = _as_messages("assistant", given_chosen)
     prompt = next((name for name in MESSAGE_COLUMNS if isinstance(values.get(name), list)), None)
     if chosen and role_of(chosen[0]) != "assistant":  # with its prompt
         values[MESSAGE_COLUMNS[0]] = chosen
@@ -208,6 +258,19 @@ def _join_answers(values: dict[str, Any]) -> None:
     if isinstance(turns[first], dict):
         answer = turns[first] | {REJECTED: rejected[shared:]}
         values[name] = [*turns[:first], answer, *turns[first + 1 :]]
+
+
+def _split_turns(text: Any) -> list[Any]:
+    """Return the messages of a conversation in one text, as in hh-rlhf: `\\n\\nHuman: ...`;
+    [] for others.
+    """
+    if not isinstance(text, str) or not text.startswith("\n\nHuman:"):
+        return []
+    _, *parts = _TURN.split(text)
+    return [
+        {"role": "user" if name == "Human" else "assistant", "content": content}
+        for name, content in zip(parts[::2], parts[1::2], strict=True)
+    ]
 
 
 def _join_chat_columns(values: dict[str, Any]) -> None:
