@@ -114,8 +114,12 @@ def test_weights_of_2d_convolutions_are_stored_channels_last_and_others_as_they_
 
 @pytest.mark.gpu
 def test_packed_conversations_on_gpu_have_the_loss_of_padded_ones(monkeypatch):
+    monkeypatch.setattr(conversations, "NUM_ROWS", 16)
+    monkeypatch.setattr(conversations, "MIN_STEPS", 1)
     config = with_written_weights(recipes.sample_vlm().with_cluster(workers=1))
-    config = config.replace(train=config.train.replace(precision="fp32", compile="none"))
+    small = config.batch.replace(micro=4, global_=8)
+    train = config.train.replace(precision="fp32", compile="none")
+    config = config.replace(batch=small, train=train)
     with gpus(monkeypatch):
         result = conversations._measure(config, Group(device=GPU), None, pairs=1, window_s=0.01)
     packed, padded = (row["loss"] for row in result["rows"])
