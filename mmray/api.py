@@ -116,7 +116,7 @@ def train(
         DataError: the data cannot be used.
     """
     if torchrun_rank() > 0:
-        from mmray.training.local_worker import run_rank
+        from mmray.training.local import run_rank
 
         run_rank()
         sys.exit()

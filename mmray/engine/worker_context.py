@@ -36,8 +36,6 @@ class WorkerContext:
             empty: no evaluation.
         tokenizer_json: Content of tokenizer.json.
         batch_shape: Global batch and micro-batch of this start of the workers.
-        decode_actors: Number of processes that read and decode rows for the run; None: it follows
-            the demand.
     """
 
     config: Config
@@ -47,7 +45,6 @@ class WorkerContext:
     eval_sets: dict[str, PreparedSet]
     tokenizer_json: str
     batch_shape: BatchShape
-    decode_actors: int | None = 1
 
 
 @dataclass(frozen=True)

@@ -126,13 +126,8 @@ class Attempt:
     checkpoint: AnyPath | None
     bad_rows: set[int]
 
-    def worker_context(self, decoders: int | None) -> WorkerContext:
-        """Return what each worker of the attempt needs; it is pickled to them.
-
-        Args:
-            decoders: Number of decode processes of all workers together; None: as many as they
-                need.
-        """
+    def worker_context(self) -> WorkerContext:
+        """Return what each worker of the attempt needs; it is pickled to them."""
         resolved = self.resolved
         config = self.resolved.config
         max_pixels = max(config.prepare.max_pixels, resolved.train_set.max_pixels)
@@ -158,7 +153,6 @@ class Attempt:
             eval_sets=resolved.eval_sets,
             tokenizer_json=resolved.tokenizer_json,
             batch_shape=resolved.batch_shape,
-            decode_actors=decoders,
         )
 
 
@@ -264,7 +258,7 @@ class Backend(Protocol):
 
     def num_local(self, device: str) -> int | None:
         """Return the number of cores (`cpu`) or GPUs (`gpu`) of this machine; None if workers may
-        run on others, or torchrun has started one process for each worker.
+        run on others.
         """
 
     def choose_world_size(self, config: Config) -> int:

@@ -1,14 +1,18 @@
 """The worker of a run in a process of this machine, without Ray: it starts in seconds, and is
 replaced when it is lost.
 
-Under torchrun (`torchrun --nproc-per-node 2 -m mmray train`) the process of rank 0 is the driver of
-its worker, and the process of each other rank is a worker itself (local_worker.py). They are no
-processes of the driver, so a failure ends the run, and torchrun restarts all of them.
+Under torchrun the process of rank 0 is the driver of its worker, and the process of each other rank
+is a worker itself. These are no processes of the driver, so a failure ends the run, and torchrun
+restarts all of them.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import signal
+import socket
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,10 +20,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
+from mmray.builtin import BACKENDS
 from mmray.config import Config
-from mmray.errors import Log, MmrayError, ResourceError, TrainingError, UsageError, first_line
-from mmray.machine import cores, torchrun_world_size
-from mmray.processes import ChildDied, ChildProcess
+from mmray.data.stream.order import ResumePoint
+from mmray.engine.heartbeat import describe_process
+from mmray.engine.worker_context import WorkerContext
+from mmray.errors import (
+    DeviceError,
+    Log,
+    MmrayError,
+    OutOfMemoryError,
+    ResourceError,
+    TrainingError,
+    UsageError,
+    first_line,
+    is_device_error,
+)
+from mmray.machine import cores, torchrun_rank, torchrun_world_size
+from mmray.processes import Channel, ChildDied, ChildProcess
 from mmray.training.backend import (
     Attempt,
     WorkerFailed,
@@ -30,20 +48,30 @@ from mmray.training.backend import (
     run_in_thread,
     select_cause,
 )
-from mmray.training.coordinator import Coordinator, Updates
-from mmray.training.local_worker import measure_alone, run_worker
-from mmray.training.monitor import Workers
+from mmray.training.coordinator import IMPORTING, Coordinator, Updates
+from mmray.training.monitor import Workers, signal_handlers
+from mmray.training.rank import (
+    CoordinatorClient,
+    configure_process,
+    measure_in_rank,
+    train_rank,
+)
+from mmray.training.run_dir import RunDir
 
 if TYPE_CHECKING:
+    import torch
+
     from mmray.training import RunReporter
     from mmray.training.monitor import AttemptMonitor, HeartbeatRecord
     from mmray.training.resolve import ResolvedRun
 
-CONNECT_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 86_400.0  # for the driver to prepare the run; later collectives have their own
+EXIT_TIMEOUT_S = 60.0
 # Of a worker with a GPU: one for the thread that launches kernels, one for the thread that moves
 # rows and for those of the metrics.
 TRAINING_CORES = 2
 T = TypeVar("T")
+LocalArguments = tuple[WorkerContext, ResumePoint, int]  # the last: decode processes of a rank
 GPU_DEVICES = ("nvidia[0-9]*", "dxg", "kfd")  # in /dev: of CUDA, of CUDA under WSL, of ROCm
 
 
@@ -97,7 +125,7 @@ class LocalBackend:
             return
         if self._world_size > 1:  # the other ranks end with it, without an error
             self._next.send(None)
-            self._next.process.join(CONNECT_TIMEOUT_S)
+            self._next.process.join(EXIT_TIMEOUT_S)
         self._next.kill()
 
 
@@ -114,11 +142,8 @@ def count_gpus() -> int:
 
 
 def check_gpus(config: Config, workers: int = 1) -> None:
-    """Check that this machine has the GPUs of the workers.
-
-    `cluster.accelerator` `gpu` requires them, and `auto` one for each of several workers if there
-    are
-    any.
+    """Check that this machine has the GPUs of the workers: `cluster.accelerator` `gpu` requires
+    them, and `auto` one for each of several workers if there are any.
 
     Raises:
         ResourceError: torch can use fewer.
@@ -126,15 +151,12 @@ def check_gpus(config: Config, workers: int = 1) -> None:
     num_needed = workers * config.train.gpus_per_worker
     num_gpus = count_gpus()
     accelerator = config.cluster.accelerator
-    if num_gpus >= num_needed:
-        return
-    if accelerator == "gpu" or (accelerator == "auto" and num_gpus and workers > 1):
-        who = "a worker needs" if workers == 1 else f"{workers} workers need"
-        needed = f"{num_needed} GPU{'s' * (num_needed > 1)}"
-        fix = "auto or cpu, or give --cluster.address" if workers == 1 else "cpu, or start fewer"
+    must_have = accelerator == "gpu" or (accelerator == "auto" and num_gpus and workers > 1)
+    if must_have and num_gpus < num_needed:
         raise ResourceError(
-            f"cluster.accelerator {accelerator}: {who} {needed} and torch sees {num_gpus} on this "
-            f"machine; set it to {fix}"
+            f"cluster.accelerator {accelerator}: {workers} worker{'s' * (workers > 1)} need "
+            f"{num_needed} GPU{'s' * (num_needed > 1)} and torch sees {num_gpus} on this machine; "
+            "set it to cpu, start fewer workers, or give --cluster.address"
         )
 
 
@@ -165,7 +187,7 @@ def measure_in_worker(
         ResourceError: `cluster.accelerator` is `gpu`, and there is none.
     """
     check_gpus(config)
-    worker = ChildProcess("worker", measure_alone, measure, resolve_on_this_machine(config))
+    worker = ChildProcess("worker", _measure_alone, measure, resolve_on_this_machine(config))
     try:
         result: T = worker.result(on_message)
         return result
@@ -179,6 +201,117 @@ def measure_in_worker(
         worker.kill()
 
 
+def _measure_alone(channel: Channel, measure: Callable[..., Any], config: Config) -> Any:
+    """Call `measure` in this process, the only worker; its messages are sent to the parent."""
+    configure_process()
+    return measure_in_rank(measure, config, _device(config), channel.send)
+
+
+def _device(config: Config) -> torch.device:
+    import torch
+
+    if config.cluster.accelerator == "gpu":
+        return torch.device("cuda", torchrun_rank())
+    return torch.device("cpu")
+
+
+def run_worker(channel: Channel) -> dict[str, Any]:
+    """Train in this process: the main function of the worker process.
+
+    It imports the engine before it waits for its arguments, while the driver prepares the run.
+
+    Args:
+        channel: Connection to the driver. The worker receives LocalArguments once, or None if the
+            driver ends without workers, and sends messages (name of a method of Coordinator, its
+            argument), such as ("push", {"step": 1, ...}).
+
+    Returns:
+        The result of `train_worker`.
+    """
+    configure_process()
+    channel.send(("push", {"stage": IMPORTING}))
+    import mmray.data.stream.local
+    import mmray.engine.worker  # noqa: F401
+
+    coordinator = CoordinatorClient(
+        push=lambda message: channel.send(("push", message)),
+        heartbeat=lambda record: channel.call(("heartbeat", record)),
+        record_bad_row=lambda row: channel.call(("record_bad_row", row)),
+    )
+    arguments = _join(channel.connection.recv())
+    return {} if arguments is None else _train(arguments, coordinator)
+
+
+def run_rank() -> None:
+    """Train as the worker of this rank of torchrun, which is not 0, and has no driver."""
+    configure_process()
+    # Until the training starts this process waits in C++, where no handler of Python is called.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    coordinator = Coordinator(set())
+    arguments = _join(None)
+    if arguments is None:
+        return
+    client = CoordinatorClient(lambda _: None, coordinator.heartbeat, coordinator.record_bad_row)
+    try:
+        with signal_handlers(lambda *_: coordinator.request_stop()):
+            _train(arguments, client)
+    except MmrayError as error:
+        if isinstance(error, OutOfMemoryError) and error.retry_shape is not None:
+            RunDir(arguments[0].folder).save_smaller_batch(error.retry_shape)
+        # The console of this rank is quiet, and rank 0 sees only that its connection ended.
+        print(f"rank {torchrun_rank()}: {error}", file=sys.stderr)
+        raise
+
+
+def _join(arguments: LocalArguments | None) -> LocalArguments | None:
+    """Join the process group under torchrun, and return what rank 0 passes, None if its driver ends
+    without workers; without torchrun the same arguments.
+    """
+    if torchrun_world_size() == 1:
+        return arguments
+    import torch.distributed as dist
+
+    from mmray.engine.collectives import Group, join_process_group
+
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    # torchrun keeps the store, with the addresses of the processes before its restart.
+    store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    backend = BACKENDS["cuda" if count_gpus() else "cpu"]
+    join_process_group(backend, START_TIMEOUT_S, store=store, rank=rank, world_size=world_size)
+    return Group.current().broadcast_object(arguments)
+
+
+def _train(arguments: LocalArguments, coordinator: CoordinatorClient) -> dict[str, Any]:
+    """Train this rank, and leave the process group, unless an error is raised: leaving may wait for
+    a rank that is lost.
+    """
+    import torch.distributed as dist
+
+    from mmray.data.stream.local import LocalBlocks
+
+    context, start, num_decoders = arguments
+    config = context.config
+
+    def open_blocks(log: Callable[[str], None], _: Callable[[], bool]) -> LocalBlocks:
+        return LocalBlocks(
+            context.reader, start, config.data.block_mb, num_decoders, log, torchrun_rank()
+        )
+
+    process = describe_process(torchrun_rank(), "here", socket.gethostname())
+    try:
+        outcome = train_rank(
+            context, start, process, coordinator, open_blocks, lambda: _device(config)
+        )
+    except Exception as error:
+        if is_device_error(error):
+            raise DeviceError.from_error(error, "on this machine") from None
+        raise
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return outcome
+
+
 class LocalWorkers(Workers):
     """The worker process of a run on this machine, and the thread that receives its messages.
 
@@ -190,10 +323,11 @@ class LocalWorkers(Workers):
         self._process = process
         self._coordinator = Coordinator(attempt.bad_rows)
         resolved = attempt.resolved
-        self._is_single = resolved.batch_shape.world_size == 1
-        decoders = num_decode_processes(resolved.config, resolved.batch_shape.world_size)
         start = resume_point(resolved, attempt.checkpoint)
-        self._arguments = attempt.worker_context(decoders), start
+        world_size = resolved.batch_shape.world_size
+        self._is_lost = is_process_lost if world_size == 1 else is_lost
+        num_decoders = num_decode_processes(resolved.config, world_size)
+        self._arguments = attempt.worker_context(), start, num_decoders
 
     def _serve(self) -> dict[str, Any]:
         """Send the arguments, and serve the calls of the worker until it ends."""
@@ -202,7 +336,7 @@ class LocalWorkers(Workers):
             self._process.send(self._arguments)
             outcome: dict[str, Any] = self._process.result(self._coordinator.call)
         except Exception as error:  # noqa: BLE001 - raised with its kind
-            raise select_cause([error], is_process_lost if self._is_single else is_lost) from None
+            raise select_cause([error], self._is_lost) from None
         self._process.close()
         return outcome
 
@@ -233,16 +367,16 @@ class LocalWorkers(Workers):
 
 
 def num_decode_processes(config: Config, workers: int) -> int:
-    """Return the number of processes that read and decode rows for all workers on this machine.
+    """Return the number of processes that read and decode rows for each worker on this machine.
 
-    It is the largest number of `data.workers`. If that is `auto`, it is one for each worker; with
-    GPUs the cores of the machine less 2 for each worker, but at least one for each.
+    It is the largest number of `data.workers`, divided by the workers. If that is `auto`, it is
+    one; with GPUs the share of the machine's cores less 2, but at least one.
     """
     if config.data.worker_range is not None:
-        return config.data.worker_range[1]
+        return math.ceil(config.data.worker_range[1] / workers)
     if config.cluster.accelerator != "gpu":
-        return workers
-    return max(workers, cores() - workers * TRAINING_CORES)
+        return 1
+    return max(1, cores() // workers - TRAINING_CORES)
 
 
 def with_workers_of_torchrun(config: Config, log: Log) -> Config:

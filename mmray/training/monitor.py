@@ -462,9 +462,3 @@ def signal_handlers(handle: Callable[[int, FrameType | None], None]) -> Iterator
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
-
-
-def ignore_sigterm() -> None:
-    """Ignore SIGTERM from now on; without effect outside the main thread."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)

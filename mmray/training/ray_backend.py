@@ -48,8 +48,8 @@ from mmray.training.backend import (
 )
 from mmray.training.coordinator import Updates
 from mmray.training.inputs import local_inputs
-from mmray.training.local_worker import measure_in_rank
 from mmray.training.monitor import Workers
+from mmray.training.rank import measure_in_rank
 from mmray.training.ray_trainer import (
     start_coordinator,
     torch_trainer,
@@ -188,11 +188,9 @@ class RayBackend:
             workers=attempt.resolved.batch_shape.world_size,
         )
         limits = decoder_limits(config, demand)
-        is_fixed = limits.minimum == limits.maximum
-        num_decoders = limits.minimum * demand.workers if is_fixed else None
         answering = self._nodes.excluding_unavailable
         arguments = {
-            "context": attempt.worker_context(num_decoders),
+            "context": attempt.worker_context(),
             "resume_point": resume_point(attempt.resolved, attempt.checkpoint),
             "decoders": replace(limits, label_selector=answering(limits.label_selector) or {}),
         }

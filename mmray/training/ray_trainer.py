@@ -12,12 +12,11 @@ import io
 import math
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable
-from contextlib import closing, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import ray
 import ray.exceptions
@@ -34,12 +33,17 @@ from mmray.cluster.capacity import Demand
 from mmray.cluster.placement import free_address, own_node_name
 from mmray.cluster.ray_internals import run_train_controller
 from mmray.data.stream.actors import rank_blocks
-from mmray.engine.heartbeat import Heartbeat, describe_process
-from mmray.engine.worker_context import DriverHandle
+from mmray.engine.heartbeat import describe_process
 from mmray.errors import DeviceError, MmrayError, is_device_error
 from mmray.machine import LOOPBACK
 from mmray.storage.paths import AnyPath, RemotePath
 from mmray.training.coordinator import IMPORTING, Coordinator
+from mmray.training.rank import CoordinatorClient, train_rank
+
+if TYPE_CHECKING:
+    import torch
+
+    from mmray.data.stream.stream import RankBlocks
 
 SHUTDOWN_TIMEOUT_S = 30.0
 
@@ -97,7 +101,7 @@ def _join(
     master: tuple[str, int],
     config: ProcessGroupConfig,
 ) -> None:
-    """Join the process group, and set the environment variables of torchrun."""
+    """Join the process group, and set the environment variables that torchrun sets."""
     from mmray.engine.collectives import join_process_group
 
     context = ray.train.get_context()
@@ -242,62 +246,50 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
     Raises:
         DeviceError: A GPU or its link failed; it names the rank, the GPU and the node.
     """
-    coordinator = arguments["coordinator"]
     context = arguments["context"]
     start = arguments["resume_point"]
     worker = ray.train.get_context()
     rank = worker.get_world_rank()
-    stop = threading.Event()
-    must_yield = threading.Event()
-
-    def send_heartbeat(record: dict[str, Any]) -> bool:
-        """Send a heartbeat, and read the driver's requests; none if it does not answer."""
-        try:
-            stop_requested, stacks_requested, yield_requested = ray.get(
-                coordinator.heartbeat.remote(record), timeout=5
-            )
-        except (ray.exceptions.RayError, TimeoutError):
-            return False
-        if stop_requested:
-            stop.set()
-        if yield_requested:
-            must_yield.set()
-            blocks.update_pool()  # the rank may be evaluating
-        else:
-            must_yield.clear()
-        return bool(stacks_requested)
-
     node = ray.get_runtime_context().get_node_id()
-    process_info = describe_process(rank, node, own_node_name())
-    heartbeat = Heartbeat(send_heartbeat, process_info, context.folder)
-    driver = DriverHandle(
-        report=coordinator.push.remote if rank == 0 else (lambda _: None),
-        stop_requested=stop.is_set,  # the ranks agree on it in the next step
-        count_bad_row=lambda row: ray.get(coordinator.record_bad_row.remote(row)),
-        heartbeat=heartbeat,
+    actor = arguments["coordinator"]
+
+    def send_heartbeat(record: dict[str, Any]) -> tuple[bool, bool, bool] | None:
+        try:
+            reply: tuple[bool, bool, bool] = ray.get(actor.heartbeat.remote(record), timeout=5)
+            return reply
+        except (ray.exceptions.RayError, TimeoutError):
+            return None
+
+    coordinator = CoordinatorClient(
+        push=actor.push.remote,
+        heartbeat=send_heartbeat,
+        record_bad_row=lambda row: ray.get(actor.record_bad_row.remote(row)),
     )
-    try:
-        # Before the imports, so that the decode actors start meanwhile.
-        blocks = rank_blocks(
+
+    def open_blocks(log: Callable[[str], None], must_yield: Callable[[], bool]) -> RankBlocks:
+        return rank_blocks(
             context.reader,
             start,
             rank,
             worker.get_local_world_size(),
             context.config.data.block_mb,
             arguments["decoders"],
-            lambda text: coordinator.push.remote({"note": text, "label": "data"}),
-            must_yield.is_set,
+            log,
+            must_yield,
         )
-        output = RankOutput(sys.stdout, f"rank {rank}", coordinator.push.remote)
-        with heartbeat.running(start.step), closing(blocks), redirect_stdout(output):
-            driver.stage(IMPORTING)
-            # Imported here: the driver and Ray Train's controller import this module without torch,
-            # which takes 2 s of CPU time and 400 MiB in each.
-            from ray.train.torch import get_device
 
-            from mmray.engine.worker import train_worker
+    def get_device() -> torch.device:
+        from ray.train.torch import get_device  # which imports torch
 
-            return train_worker(context, start, blocks, get_device(), driver)
+        return get_device()
+
+    process = describe_process(rank, node, own_node_name())
+    output = RankOutput(sys.stdout, f"rank {rank}", coordinator.push)
+    if rank == 0:
+        coordinator.push({"stage": IMPORTING})
+    try:
+        with redirect_stdout(output):
+            return train_rank(context, start, process, coordinator, open_blocks, get_device)
     except Exception as error:
         if is_device_error(error):
             raise DeviceError.from_error(error, _device_of(rank), node) from None

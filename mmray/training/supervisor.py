@@ -40,7 +40,6 @@ from mmray.training.monitor import (
     AttemptMonitor,
     RunProgress,
     Workers,
-    ignore_sigterm,
     signal_handlers,
 )
 from mmray.training.resolve import ResolvedRun
@@ -318,8 +317,6 @@ class Supervisor:
 
     def _handle_failure(self, error: Exception, monitor: AttemptMonitor) -> None:
         """Decide what follows a failure: set `restart_reason`, or raise."""
-        if torchrun_world_size() > 1:
-            ignore_sigterm()  # which torchrun sends after a failure: this process ends by itself
         failure = classify_failure(error, monitor, self.backend)
         latest_step = files.latest_complete_step(self.run.checkpoints)
         self.failures = count_failures(self.failures, failure, latest_step > monitor.start_step)
@@ -329,7 +326,7 @@ class Supervisor:
         )
         if (smaller := retry_shape(failure.error)) is not None:
             self.run.save_smaller_batch(smaller)
-        if isinstance(decision, str) and torchrun_world_size() > 1:
+        if isinstance(decision, str) and torchrun_world_size() > 1:  # restarts are torchrun's
             decision = TrainingError(f"{decision}; rerun the same command to resume")
         if isinstance(decision, MmrayError):
             raise decision from error

@@ -152,16 +152,6 @@ class AwaitStops(AwaitStop):
         super().on_step(step, metrics)
 
 
-class AwaitStopOnce(AwaitStop):
-    """As AwaitStop, in the first run that takes step 7 after a lack of memory."""
-
-    def on_step(self, step, metrics):
-        mark = Path(os.environ["MMRAY_TEST_FAULTS"]) / f"awaited-{dist.get_rank()}"
-        if step == 7 and not mark.exists():
-            mark.touch()
-            super().on_step(step, metrics)
-
-
 class StorageAway:
     """An empty folder replaces the storage of runs, as by an unmount, from step 4 to step 8 and
     from step 10 on.

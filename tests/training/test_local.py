@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -17,9 +18,9 @@ import pytest
 import mmray
 from mmray.cli import main
 from mmray.config import Config, Data, from_yaml
-from mmray.errors import DataError, TrainingError
+from mmray.errors import DataError, DeviceError, OutOfMemoryError, TrainingError, UsageError
 from mmray.processes import ChildDied
-from mmray.training import backend, driver, local
+from mmray.training import backend, driver, local, rank
 from tests.made import make_set, row
 from tests.training.faults import move_storage
 from tests.training.readers import StalledReader
@@ -223,15 +224,68 @@ def test_broken_connection_of_a_single_worker_is_a_bug():
     assert backend.select_cause([broken], backend.is_process_lost).kind == "raised"
 
 
+BROKEN = RuntimeError("Connection closed by peer [127.0.0.1]:4711")
+DIED = ChildDied("rank 1", None)
+
+
+@pytest.mark.parametrize(
+    ("errors", "kind", "text"),
+    [
+        ([BROKEN, DIED], "lost", "the rank 1 process closed its connection"),
+        ([BROKEN], "lost", "Connection closed by peer"),
+        ([BROKEN, DIED, ValueError("a bug")], "raised", "a bug"),
+        ([BROKEN, DeviceError("GPU 1 failed", "here")], "device", "GPU 1 failed"),
+        ([BROKEN, UsageError("a setting"), OutOfMemoryError("too large")], "raised", "too large"),
+    ],
+)
+def test_a_broken_connection_is_not_the_cause_of_a_failure(errors, kind, text):
+    failure = backend.select_cause(errors)
+    assert failure.kind == kind and text in str(failure)
+
+
+@pytest.mark.parametrize(
+    ("world", "state", "ended"),
+    [(1, "waiting_for_data", True), (1, "training", False), (2, "waiting_for_data", False)],
+)
+def test_only_a_single_rank_that_waits_for_data_ends_its_stream_to_stop(
+    monkeypatch, tmp_path, world, state, ended
+):
+    """Other ranks may wait in the step for which this one waits: all stop after it."""
+    interrupted = threading.Event()
+    beats = threading.Semaphore(0)
+
+    def reply(record):
+        beats.release()
+        return True, False, False  # a stop is requested
+
+    def train_worker(context, start, blocks, device, driver):
+        with driver.heartbeat.state(state):
+            for _ in range(3):
+                assert beats.acquire(timeout=60)
+        return {"interrupted": interrupted.is_set()}
+
+    blocks = SimpleNamespace(interrupt=interrupted.set, close=lambda: None)
+    monkeypatch.setattr("mmray.engine.heartbeat.INTERVAL_S", 0.01)
+    monkeypatch.setattr("mmray.engine.worker.train_worker", train_worker)
+    outcome = rank.train_rank(
+        SimpleNamespace(folder=tmp_path),
+        SimpleNamespace(step=0, plan=SimpleNamespace(world_size=world)),
+        {"rank": 0},
+        rank.CoordinatorClient(lambda _: None, reply, lambda _: 0),
+        lambda *_: blocks,
+        lambda: None,
+    )
+    assert outcome == {"interrupted": ended}
+
+
 @pytest.mark.parametrize(
     ("cores", "workers", "device", "setting", "processes"),
     [
         (16, 1, "gpu", "auto", 14),  # two cores are left to each training process
-        (16, 2, "gpu", "auto", 12),
-        (16, 8, "gpu", "auto", 8),  # each worker has one, however few cores there are
-        (1, 1, "gpu", "auto", 1),
-        (16, 2, "cpu", "auto", 2),  # the model trains on all other cores
-        (16, 2, "gpu", 3, 3),
+        (16, 2, "gpu", "auto", 6),
+        (16, 8, "gpu", "auto", 1),
+        (16, 2, "cpu", "auto", 1),  # the model trains on all other cores
+        (16, 2, "gpu", 3, 2),
         (2, 1, "cpu", "1-6", 6),
     ],
 )

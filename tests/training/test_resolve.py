@@ -67,7 +67,7 @@ def test_images_that_prepare_accepted_are_valid_in_training_and_evaluation(tmp_p
     data = wanted.data.replace(eval=str(tmp_path / "held-out"))
     resolved = resolve_run(wanted.replace(prepare=Prepare(max_pixels=200), data=data), Silent())
     attempt = Attempt(resolved, tmp_path, 0, checkpoint=None, bad_rows=set())
-    reader = attempt.worker_context(1).reader
+    reader = attempt.worker_context().reader
     assert reader.read_block(resume_point(resolved, None).plan, np.arange(16))["valid"].all()
     assert reader.max_pixels == 300
     assert (
@@ -273,7 +273,7 @@ def test_models_of_one_image_refuse_sets_with_another_number(tmp_path, monkeypat
     monkeypatch.undo()
     resolved = resolve_run(wanted, Silent())
     attempt = Attempt(resolved, tmp_path, 0, checkpoint=None, bad_rows=set())
-    reader = attempt.worker_context(1).reader
+    reader = attempt.worker_context().reader
     plan = resume_point(resolved, None).plan
     block = reader.read_block(plan, np.arange(20))
     unused = plan.row_ids_at(block["pos"][~block["valid"]])

@@ -98,36 +98,6 @@ def test_no_restart_after_user_requested_stop(make, tmp_path):
     assert made.reporter.notes[-1] == ("stopped", "before the first checkpoint")
 
 
-def test_stop_by_torchrun_after_the_failure_of_another_rank_is_a_failure(
-    make, tmp_path, monkeypatch
-):
-    """torchrun sends SIGTERM to rank 0 when another rank has failed."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-
-    def stop_and_lose_rank_one(workers):
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert workers.stop_requested
-        return LOST(workers)
-
-    def stop_after_the_failure(*arguments):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return decide_recovery(*arguments)
-
-    decide_recovery = supervisor.decide_recovery
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(TrainingError, match="a worker died; rerun the same command to resume"):
-            make(stop_and_lose_rank_one).train()
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        monkeypatch.setattr(supervisor, "decide_recovery", stop_after_the_failure)
-        with pytest.raises(TrainingError, match="a worker died; rerun the same command to resume"):
-            make(LOST).train()
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-    assert result_of(tmp_path)["status"] == "failed"
-
-
 def test_result_contains_no_secrets_of_environment(make, tmp_path, monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "hush-hush")
     with pytest.raises(TrainingError):
