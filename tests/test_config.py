@@ -64,10 +64,6 @@ from mmray.errors import UsageError
             r"optimizer.schedule: no `cosin`; use one of cosine, linear",
         ),
         (
-            "train: {activation_checkpointing: ['text=all']}",
-            r"train.activation_checkpointing.0: .*pattern",
-        ),
-        (
             f"train: {{seed: {2**63}}}",
             "train.seed: input should be less than or equal to 9223372036854775807",
         ),

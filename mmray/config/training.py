@@ -20,7 +20,6 @@ BUILT_IN = {
     "schedule": ("cosine", "linear", "constant", "cooldown"),
 }
 Multiplier = Annotated[str, Field(pattern=r"^.+=\d+(\.\d*)?(e-?\d+)?$")]
-Branch = Annotated[str, Field(pattern=r"^[^=]+(=selective)?$")]
 
 
 class Batch(Section, settings_prefix="batch"):
@@ -155,11 +154,9 @@ class Train(Section, settings_prefix="train"):
         description="Decay of an exponential moving average of the weights, for evaluation "
         "and export; 0: none.",
     )
-    activation_checkpointing: tuple[Branch, ...] = Field(
+    activation_checkpointing: tuple[str, ...] = Field(
         (),
-        description="Branches (`image`, `text`) to recompute in backward; `text=selective` keeps "
-        "the outputs of its "
-        "matrix products, convolutions and attention.",
+        description="Branches (`image`, `text`) to recompute in backward.",
     )
     compile: Literal["auto", "none", "inductor", "aot_eager", "eager"] = Field(
         "auto",

@@ -208,7 +208,7 @@ TWO_RANKS: dict[str, tuple[Train, Train]] = {
         micro=2,
         group_by_length=True,
         parallel="fsdp",
-        activation_checkpointing=("text", "image=selective"),
+        activation_checkpointing=("text", "image"),
     ),
 }
 FOUR_RANKS: dict[str, tuple[Train, Train]] = {

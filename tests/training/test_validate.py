@@ -115,7 +115,7 @@ VLM = {"recipe": "vlm", "workers": 2}
             "such as language_modelling",
         ),
         (
-            {"train": {"activation_checkpointing": ("vision=selective",)}},
+            {"train": {"activation_checkpointing": ("vision",)}},
             "has no branch `vision`; it has image, text",
         ),
         (

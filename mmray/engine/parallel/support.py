@@ -45,8 +45,7 @@ def _transform_reasons(config: Config) -> list[str]:
     train = config.train
     model: Any = config.model
     reasons = []
-    recomputed = [setting.partition("=")[0] for setting in train.activation_checkpointing]
-    unknown = [name for name in recomputed if name not in model.branches]
+    unknown = [name for name in train.activation_checkpointing if name not in model.branches]
     if model.branches and unknown:
         problem = f"the model has no branch `{unknown[0]}`; it has {', '.join(model.branches)}"
         reasons.append(f"train.activation_checkpointing: {problem}")

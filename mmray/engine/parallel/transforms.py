@@ -10,18 +10,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
-from torch.utils.flop_counter import flop_registry
+from torch.utils.checkpoint import checkpoint
 
 from mmray.engine.collectives import Group
 from mmray.engine.optimizer import freeze_parameters
@@ -39,17 +32,9 @@ TOKEN_MULTIPLE = 16
 # graphs of a block's class: its shapes times training, no gradients, evaluation; then it is eager
 RECOMPILE_LIMIT = 64
 _recomputation_enabled = True  # changed by `disable_recomputation`
-# Context managers of a forward, and of its recomputation.
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 # their layers name rates `drop`
 KNOWN_PACKAGES = ("mmray.", "timm.", "torch.", "torchao.", "torchvision.", "transformers.")
 _forced_eager = False  # within `force_eager`
-# From torch 2.15 on, the memory probe counts the outputs that a selective recomputation saves.
-HOOKS = {
-    name: True
-    for name in ("respect_saved_tensors_hooks",)
-    if name in signature(checkpoint).parameters
-}
 
 
 def apply_transforms(
@@ -78,13 +63,13 @@ def apply_transforms(
     branches = branches_of(model)
     if train.float8 != "none":
         notify("device", convert_branches(branches, train.float8))
-    for name, _, mode in (setting.partition("=") for setting in train.activation_checkpointing):
+    for name in train.activation_checkpointing:
         if name not in branches:
             raise UsageError(
                 f"train.activation_checkpointing: the model has no branch `{name}`; it has "
                 f"{', '.join(branches) or 'none'}"
             )
-        checkpoint_activations(branches[name], mode == "selective", train.compile != "none")
+        checkpoint_activations(branches[name], train.compile != "none")
     return compile_branches(model, train)
 
 
@@ -194,9 +179,7 @@ def num_compiled_graphs() -> int:
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
-def checkpoint_activations(
-    branch: nn.Module, selective: bool = False, compiles: bool = False
-) -> None:
+def checkpoint_activations(branch: nn.Module, compiles: bool = False) -> None:
     """Save only the inputs of each block, and recompute the rest in backward (Chen et al. 2016).
 
     The recomputation draws the same dropout masks and does not update running statistics.
@@ -207,29 +190,26 @@ def checkpoint_activations(
     Args:
         branch: A part of the model such as the image encoder; the `forward` of its blocks is
             replaced in place.
-        selective: Also save the outputs of matrix products, convolutions and attention, which take
-            most of the time.
         compiles: Whether the branch will be compiled.
     """
     for block in _blocks(branch):
         draws = may_draw_random_numbers(block)
         settings: dict[str, Any] = {"preserve_rng_state": draws}
-        if selective:
-            settings |= HOOKS | {
-                "context_fn": partial(_selective_contexts, partial(_policy, draws))
-            }
         has_buffers = next(block.buffers(), None) is not None
         if has_buffers:
-            settings["context_fn"] = partial(
-                _contexts, block, settings.get("context_fn", noop_context_fn)
-            )
+            settings["context_fn"] = partial(_recomputation_contexts, block)
         recomputed = (
             torch.compiler.disable(_recomputed)
             if compiles and (draws or has_buffers)
             else _recomputed
         )
-        # a partial: deepcopy (EMA) binds it to the copy
+        # partials: deepcopy binds them to the copy
         block.forward = partial(recomputed, block.forward, settings)
+
+
+def _recomputation_contexts(block: nn.Module) -> tuple[AbstractContextManager[None], ...]:
+    """Return the context managers of a forward and of its recomputation."""
+    return nullcontext(), preserve_buffers(block)
 
 
 def _recomputed(
@@ -251,42 +231,6 @@ def disable_recomputation() -> Iterator[None]:
         yield
     finally:
         _recomputation_enabled = True
-
-
-def _selective_contexts(policy: Callable[..., CheckpointPolicy]) -> Contexts:
-    # A second call in a forward would find its weights in the cache of autocast and not cast them.
-    # The recomputation casts them, and torch requires the same operators.
-    torch.clear_autocast_cache()
-    return create_selective_checkpoint_contexts(policy)
-
-
-def _contexts(block: nn.Module, context_fn: Callable[[], Contexts]) -> Contexts:
-    forward, recompute = context_fn()
-    return forward, _preserve_buffers_and(block, recompute)
-
-
-@contextmanager
-def _preserve_buffers_and(
-    block: nn.Module, recompute: AbstractContextManager[Any]
-) -> Iterator[None]:
-    # The order matters: `recompute` replays operators, but not copies of buffers.
-    with preserve_buffers(block), recompute:
-        yield
-
-
-def _policy(
-    draws: bool, context: Any, operator: Any, *args: Any, **kwargs: Any
-) -> CheckpointPolicy:
-    """Save the outputs of matrix products, convolutions and attention.
-
-    draws: recompute attention, because without its dropout later layers would draw other random
-    numbers.
-    """
-    is_seeded = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
-    saves = getattr(operator, "_overloadpacket", operator) in flop_registry and not (
-        draws and is_seeded
-    )
-    return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def may_draw_random_numbers(block: nn.Module) -> bool:

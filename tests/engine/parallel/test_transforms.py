@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from functools import cache
 from typing import Any
 
@@ -11,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mmray import objectives
 from mmray.config import (
@@ -30,8 +27,8 @@ from mmray.config import Optimizer as OptimizerSection
 from mmray.engine.bad_rows import _check_labels
 from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
-from mmray.engine.memory_probe import dry_run, probe_memory
-from mmray.engine.parallel.transforms import HOOKS, apply_transforms, checkpoint_activations
+from mmray.engine.memory_probe import dry_run
+from mmray.engine.parallel.transforms import apply_transforms, checkpoint_activations
 from mmray.engine.precision import micro_seed
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
@@ -41,7 +38,6 @@ from mmray.models.synthetic import synthetic_batch
 from mmray.models.two_tower import TwoTower as TwoTowerModel
 from tests.engine import recipe_models, toy
 from tests.engine.recipe_models import IMAGE, IMAGE_INPUTS, INPUTS, MODELS, TOWERS, VOCAB
-from tests.models import test_fusion
 
 TEXT = TextTower(width=16, depth=2, heads=2, dropout=0.2)
 CROSS = CrossAttention(width=16, depth=2, heads=2, dropout=0.2)
@@ -63,7 +59,6 @@ SPECS: dict[str, Model] = {
     ),
 }
 CPU = torch.device("cpu")
-SELECTIVE = ("image=selective", "text=selective")
 
 
 def build_model(
@@ -102,13 +97,11 @@ def train_plain(name: str, steps: int) -> dict[str, Tensor]:
             if name != "fusion"
         ),
         ("fusion", {"activation_checkpointing": ("image", "text", "cross")}),
-        *((name, {"activation_checkpointing": SELECTIVE}) for name in SPECS if name != "fusion"),
-        ("fusion", {"activation_checkpointing": (*SELECTIVE, "cross=selective")}),
         ("convnet", {"compile": "eager"}),
         # Blocks with running statistics are not compiled and keep them.
         ("resnet18", {"activation_checkpointing": ("image",), "compile": "eager"}),
         pytest.param(
-            *("clip", {"activation_checkpointing": SELECTIVE, "compile": "aot_eager"}),
+            *("clip", {"activation_checkpointing": ("image", "text"), "compile": "aot_eager"}),
             marks=pytest.mark.inductor,
         ),
     ],
@@ -122,24 +115,6 @@ def test_transformed_model_takes_same_steps(name: str, settings: dict) -> None:
     assert expected.keys() == weights.keys()
     for key, value in expected.items():
         torch.testing.assert_close(weights[key], value, rtol=0, atol=1e-9, msg=key)
-
-
-def test_selective_checkpointing_of_a_branch_that_is_called_twice_in_a_step() -> None:
-    """The text branch encodes captions and negative ones, with weights that autocast casts."""
-    gradients = []
-    batch = synthetic_batch(test_fusion.INPUTS, test_fusion.VOCAB, 4, "cpu")
-    names = ("input_ids", "attention_mask"), ("negative_ids", "negative_mask")
-    batch |= {other: batch[name].flip(0) for name, other in zip(*names, strict=True)}
-    for selective in (False, True):
-        torch.manual_seed(0)
-        model: Any = build(test_fusion.spec_of(), test_fusion.VOCAB).eval()
-        if selective:
-            checkpoint_activations(model.text, selective)
-        with torch.autocast("cpu", torch.bfloat16):
-            outputs = model(batch)
-        (outputs["match_negative"].max() + outputs["text_embed"].sum()).backward()
-        gradients.append(torch.cat([each.grad.flatten() for each in model.text.parameters()]))
-    assert (gradients[1] - gradients[0]).norm() < 0.02 * gradients[0].norm()
 
 
 @pytest.mark.parametrize(("name", "branch"), [("clip", "text"), ("fusion", "cross")])
@@ -156,52 +131,6 @@ def test_activation_checkpointing_keeps_fewer_activations(name: str, branch: str
     others = tuple(other for other in build_model(name).branches() if other != branch)
     all_but_one = saved(*others)
     assert saved(*others, branch) < 0.5 * all_but_one < 0.5 * saved()
-
-
-class LiveTensors(TorchDispatchMode):
-    """Counts the bytes of tensors computed in the scope that are still referenced, each storage
-    once.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: list[weakref.ref] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **kwargs or {})
-        self.storages += [
-            weakref.ref(leaf.untyped_storage())
-            for leaf in tree_leaves(out)
-            if isinstance(leaf, Tensor)
-        ]
-        return out
-
-    @property
-    def bytes(self) -> int:
-        alive = {id(storage): storage for ref in self.storages if (storage := ref()) is not None}
-        return sum(storage.nbytes() for storage in alive.values())
-
-
-def test_selective_checkpointing_keeps_memory_between_none_and_full() -> None:
-    """Also in the table of the dry run, from torch 2.15 on."""
-    live, probed = {}, {}
-    for name, branches in {"none": (), "selective": SELECTIVE, "full": ("image", "text")}.items():
-        model = build_model("clip", activation_checkpointing=branches).train()
-        batch = synthetic_batch(SPECS["clip"].inputs, VOCAB, 6, CPU)
-        with LiveTensors() as counter:
-            outputs = model(batch)
-        live[name] = counter.bytes
-        del outputs
-        state = toy.train_state(model)
-        _, table = probe_memory(
-            state,
-            lambda rows: synthetic_batch(SPECS["clip"].inputs, VOCAB, rows, CPU),
-            BatchShape(6, 6, 1),
-        )
-        probed[name] = table["memory/activations_gib"]
-    assert live["full"] < 0.8 * live["selective"] < 0.8 * 0.8 * live["none"]
-    if HOOKS:
-        assert probed["full"] < 0.8 * probed["selective"] < 0.8 * 0.8 * probed["none"]
 
 
 class Noise(nn.Module):
