@@ -13,9 +13,7 @@ from mmray.version import VERSION as __version__
 if TYPE_CHECKING:
     from mmray.api import (
         evaluate,
-        evaluate_weights,
         export,
-        export_weights,
         prepare,
         score,
         select,
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
     from mmray.errors import MmrayError
     from mmray.models.export.load import load
     from mmray.run import Run
+    from mmray.training.evaluate_export import pretrained_config
 
 __all__ = [
     "Config",
@@ -34,11 +33,10 @@ __all__ = [
     "Run",
     "__version__",
     "evaluate",
-    "evaluate_weights",
     "export",
-    "export_weights",
     "load",
     "prepare",
+    "pretrained_config",
     "score",
     "select",
     "show",
@@ -46,7 +44,13 @@ __all__ = [
     "tune",
 ]
 # Modules of the names that are not in mmray.api.
-_MODULES = {"Config": "config", "MmrayError": "errors", "Run": "run", "load": "models.export.load"}
+_MODULES = {
+    "Config": "config",
+    "MmrayError": "errors",
+    "Run": "run",
+    "load": "models.export.load",
+    "pretrained_config": "training.evaluate_export",
+}
 
 
 # Of torchao, which transformers and peft import if it is installed.

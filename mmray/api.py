@@ -53,7 +53,7 @@ Rows = Any
 # Arguments of commands that are given by place, not by name.
 SetPath = Positional[Annotated[str | Path, arg(metavar="SET")]]
 SourcePath = Positional[Annotated[str | Path | Rows, arg(metavar="SOURCE")]]
-RunPath = Positional[Annotated[Run | str | AnyPath, arg(metavar="RUN")]]
+ModelPath = Positional[Annotated[Run | str | AnyPath | Config, arg(metavar="RUN")]]
 OutPath = Positional[Annotated[str | AnyPath, arg(metavar="OUT")]]
 Accelerator = Literal["auto", "gpu", "cpu"]
 Goal = Literal["throughput", "loss", "recall"]
@@ -373,7 +373,7 @@ def show(
 
 
 def evaluate(
-    run: RunPath,
+    run: ModelPath,
     data: str | Path | None = None,
     *,
     split: str | None = None,
@@ -387,12 +387,11 @@ def evaluate(
     reporter: RunReporter | None = None,
     **settings: Any,
 ) -> dict[str, float]:
-    """Evaluate a checkpoint of a run on held-out rows.
-
-    `evaluate_weights`, or `mmray evaluate --weights FILE --data SET`, evaluates pretrained weights.
+    """Evaluate a checkpoint of a run, or pretrained weights, on held-out rows.
 
     Args:
-        run: the run or its folder, or its address.
+        run: the run or its folder, or its address. For pretrained weights, which need `data`, what
+            `mmray.pretrained_config(weights)` returns, maybe changed.
         data: prepared set or raw source; None: the held-out rows of the run.
         split: split of the set; None: data.eval_split of the run, or `test` of another set.
         where: evaluate on the rows for which this holds, such as `similarity > 0.3`; None:
@@ -428,17 +427,25 @@ def evaluate(
     with _shown(reporter, "evaluating") as shown:
         from mmray.training import evaluate_export
 
-        folder = to_path(_folder(run))
+        source = run if isinstance(run, Config) else to_path(_folder(run))
         other = None if data is None else str(data)
-        saved = evaluate_export.load_run_config(folder).evaluate.outside_run(other)
+        if isinstance(source, Config):
+            saved = source.evaluate
+            if other is None or step is not None or interpolate != 1:
+                raise UsageError(
+                    "pretrained weights have no held-out rows, steps or interpolation: give `data`,"
+                    " a prepared set or a raw source, and no `step` or `interpolate`"
+                )
+        else:
+            saved = evaluate_export.load_run_config(source).evaluate
         return evaluate_export.evaluate_model(
-            folder,
+            source,
             other,
             split=split,
             step=step,
             address=address,
             reporter=shown,
-            settings=EvalSettings.model_validate(dict(saved) | settings),
+            settings=EvalSettings.model_validate(dict(saved.outside_run(other)) | settings),
             where=where,
             captions=captions,
             interpolate=interpolate,
@@ -447,72 +454,8 @@ def evaluate(
         )
 
 
-def evaluate_weights(
-    weights: str | Path | Config,
-    data: str | Path,
-    *,
-    split: str | None = None,
-    where: str | None = None,
-    captions: str | None = None,
-    address: str | None = None,
-    workers: int = 1,
-    accelerator: Accelerator | None = None,
-    storage: str | None = None,
-    reporter: RunReporter | None = None,
-    **settings: Any,
-) -> dict[str, float]:
-    """Evaluate pretrained weights without training.
-
-    Args:
-        weights: folder saved by transformers, hub name, or open_clip checkpoint; or the config of
-            `mmray.training.evaluate_export.pretrained_config(weights)` with changes.
-        data: prepared set or raw source.
-        split: split of the set; None: `test`.
-        where: evaluate on the rows for which this holds, such as `similarity > 0.3`; None: all.
-        captions: column of the captions to use, if the set has several; None: the first.
-        address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
-        workers: number of workers.
-        accelerator: device of the workers, `gpu`, `cpu`, or `auto` (GPUs if there are any); None:
-            GPUs if there are any.
-        storage: folder for small files of Ray Train, shared by all nodes; None: `runs`.
-        reporter: receives messages and progress by its methods, those of
-            `mmray.training.RunReporter`, such as `log(text, label)`; None: they are shown.
-        **settings: settings of the evaluation, fields of `mmray.config.EvalSettings` such as
-            `batch=64`.
-
-    Returns:
-        Metrics by name, such as `recall_at_1/image_to_text` (0 to 1), `loss` and `rows`;
-        `mmray.evaluation.evaluator.Evaluator.score` lists them.
-
-    Raises:
-        UsageError: the weights cannot be loaded, or a setting is invalid.
-        TrainingError: the evaluation failed.
-        ResourceError: the cluster cannot provide the resources.
-    """
-    with _shown(reporter, "evaluating") as shown:
-        from mmray.training import evaluate_export
-
-        config = _weights_config(weights)
-        config = config.replace(
-            evaluate=config.evaluate.replace(**settings),
-            run=config.run.replace(storage=storage or config.run.storage),
-        )
-        return evaluate_export.evaluate_model(
-            config,
-            str(data),
-            split,
-            None,
-            address,
-            shown,
-            where=where,
-            captions=captions,
-            workers=workers,
-            accelerator=accelerator,
-        )
-
-
 def export(
-    run: RunPath,
+    run: ModelPath,
     out: OutPath,
     *,
     step: int | Literal["best"] | None = None,
@@ -521,12 +464,12 @@ def export(
     format: Literal["transformers", "open_clip"] = "transformers",
     reporter: RunReporter | None = None,
 ) -> AnyPath:
-    """Write the model of a run to a folder for `mmray.load` and transformers or open_clip.
-
-    `export_weights`, or `mmray export --weights FILE OUT`, exports pretrained weights.
+    """Write the model of a run, or pretrained weights, to a folder for `mmray.load` and
+    transformers or open_clip.
 
     Args:
-        run: the run or its folder, or its address.
+        run: the run or its folder, or its address; for pretrained weights what
+            `mmray.pretrained_config(weights)` returns, maybe changed.
         out: folder to write, or its address.
         step: step of the checkpoint, or `best` (highest held-out recall@1, or zero-shot accuracy if
             that is the task of `data.eval`; of a vision-language model lowest loss); None: the
@@ -552,41 +495,9 @@ def export(
     with _shown(reporter, "exporting") as shown:
         from mmray.training import evaluate_export
 
-        path = to_path(_folder(run))
+        source = run if isinstance(run, Config) else to_path(_folder(run))
         return evaluate_export.export_model(
-            path, str(out), step, interpolate, adapters_only, format, shown.log
-        )
-
-
-def export_weights(
-    weights: str | Path | Config,
-    out: OutPath,
-    *,
-    format: Literal["transformers", "open_clip"] = "transformers",
-    reporter: RunReporter | None = None,
-) -> AnyPath:
-    """Write pretrained weights to a folder for `mmray.load` and transformers or open_clip.
-
-    Args:
-        weights: folder saved by transformers, hub name, or open_clip checkpoint; or the config of
-            `mmray.training.evaluate_export.pretrained_config(weights)` with changes.
-        out: folder to write, or its address.
-        format: library that opens the folder, besides mmray, as in `export`.
-        reporter: receives messages and progress by its methods, those of
-            `mmray.training.RunReporter`, such as `log(text, label)`; None: they are shown.
-
-    Returns:
-        The folder.
-
-    Raises:
-        UsageError: the weights cannot be loaded, or `out` has other files.
-    """
-    check_kept("OUT", out)
-    with _shown(reporter, "exporting") as shown:
-        from mmray.training import evaluate_export
-
-        return evaluate_export.export_model(
-            _weights_config(weights), str(out), format=format, log=shown.log
+            source, str(out), step, interpolate, adapters_only, format, shown.log
         )
 
 
@@ -727,14 +638,6 @@ def _shown(reporter: Reporter | None, title: str) -> Iterator[Reporter | Console
 
 def _load(recipe: str | Path | Config) -> Config:
     return recipe if isinstance(recipe, Config) else recipes.load(str(recipe))
-
-
-def _weights_config(weights: str | Path | Config) -> Config:
-    if isinstance(weights, Config):
-        return weights
-    from mmray.training.evaluate_export import pretrained_config
-
-    return pretrained_config(str(weights))
 
 
 def _override(recipe: Config, sections: Mapping[str, Any]) -> Config:

@@ -30,7 +30,7 @@ def evaluate(argv: Sequence[str], console: ConsoleReporter) -> int:
 
         config = pretrained_config(weights[-1])
         saved = config.evaluate.outside_run("")
-        given = evaluate_weights.parse(argv, data="", model=config.model, evaluate=saved)
+        given = evaluate_weights.parse(argv, model=config.model, evaluate=saved)
         return evaluate_weights.run(console, config, **given) or 0
     return evaluate_run.run(console, **parse_evaluate(argv)) or 0
 
@@ -69,10 +69,10 @@ def _show(metrics: dict[str, float], json_file: str | None, console: ConsoleRepo
     write_json(json_file, {"metrics": metrics})
 
 
-@command(api.evaluate_weights, "evaluate")
+@command(api.evaluate, "evaluate")
 def evaluate_weights(
     console: ConsoleReporter,
-    config: Config,
+    run: Config,
     *,
     weights: str,
     model: AnyModel,
@@ -82,11 +82,7 @@ def evaluate_weights(
 ) -> None:
     """Evaluate pretrained weights with changed settings; print the metrics."""
     require_positive(workers=arguments["workers"])
-    if not arguments["data"]:
+    if arguments["data"] is None:
         raise UsageError("--weights needs --data: a prepared set or a raw source to evaluate on")
-    changed = config.replace(model=model)
-    _show(
-        api.evaluate_weights(changed, **arguments, reporter=console, **dict(evaluate)),
-        json,
-        console,
-    )
+    changed = run.replace(model=model)
+    _show(api.evaluate(changed, **arguments, reporter=console, **dict(evaluate)), json, console)

@@ -40,10 +40,10 @@ def export_run(console: ConsoleReporter, **arguments: Any) -> None:
     _print_exported(api.export(**arguments, reporter=console), console)
 
 
-@command(api.export_weights, "export")
+@command(api.export, "export")
 def export_weights(
     console: ConsoleReporter,
-    config: Config,
+    run: Config,
     *,
     weights: str,
     out: api.OutPath,
@@ -51,8 +51,8 @@ def export_weights(
     **arguments: Any,
 ) -> None:
     """Export pretrained weights with changed settings, and print how to load them."""
-    changed = config.replace(model=model)
-    _print_exported(api.export_weights(changed, out, **arguments, reporter=console), console)
+    changed = run.replace(model=model)
+    _print_exported(api.export(changed, out, **arguments, reporter=console), console)
 
 
 def _print_exported(out: AnyPath, console: ConsoleReporter) -> None:

@@ -129,7 +129,9 @@ def test_interpolated_weights_are_evaluated_on_named_sets(
         found.append(json.loads((tmp_path / "out.json").read_text())["metrics"])
         out = tmp_path / f"export-{share}"
         mmray.export(folder, out, interpolate=float(share), reporter=runs.Silent())
-        expected = mmray.evaluate_weights(out, data, batch=8, reporter=runs.Silent())
+        expected = mmray.evaluate(
+            mmray.pretrained_config(str(out)), data, batch=8, reporter=runs.Silent()
+        )
         for name, value in expected.items():
             if "loss" not in name:  # of another global batch
                 assert found[-1][name] == pytest.approx(value, abs=1e-6)
