@@ -23,6 +23,7 @@ from mmray.errors import UsageError
 from mmray.machine import LOOPBACK, set_network_interface
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
 
 Result = TypeVar("Result")
@@ -69,12 +70,12 @@ class Group:
         """
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
 
-    def set_timeout(self, process_group: Any) -> None:
+    def set_timeout(self, process_group: ProcessGroup | None) -> None:
         """Set the timeout of a process group of torch.distributed to `timeout_s` of this group, if
         it has one.
 
         Args:
-            process_group: A torch.distributed.ProcessGroup; a new one has torch's default.
+            process_group: A new one has torch's default.
         """
         if self.timeout_s is not None:
             # torch before 2.15 has only the private function.

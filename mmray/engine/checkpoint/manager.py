@@ -20,6 +20,8 @@ from mmray.storage.outage import Outage, is_outage, retry_until_back
 from mmray.storage.paths import AnyPath
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from mmray.engine.checkpoint.state_io import HostStager
 
 MAX_WAIT_S = 10.0  # wait for the save in progress, while other ranks wait in a collective
@@ -76,7 +78,7 @@ class CheckpointManager:
         keep: int,
         metric: str,
         max_wait_s: float | None = None,
-        cpu_group: Any = None,
+        cpu_group: ProcessGroup | None = None,
         on_retry: Callable[[], None] = lambda: None,
     ):
         self._folder = folder

@@ -42,6 +42,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import _getdtype
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
@@ -99,7 +100,7 @@ def stage_save(
     path: AnyPath,
     state: CheckpointState,
     meta: dict[str, Any],
-    cpu_group: Any = None,
+    cpu_group: ProcessGroup | None = None,
     stager: HostStager | None = None,
     before_write: Callable[[], None] = lambda: None,
     on_complete: Callable[[], None] = lambda: None,
@@ -316,7 +317,7 @@ class CheckpointWriter(HuggingFaceStorageWriter):
         path: AnyPath,
         values: CheckpointState,
         meta: dict[str, Any],
-        cpu_group: Any,
+        cpu_group: ProcessGroup | None,
         before_write: Callable[[], None],
         on_complete: Callable[[], None],
         wait_copied: Callable[[], None],

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeGuard
 
 from mmray.engine.parallel.strategy import Strategy
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
 
     from mmray.config import Config
 
@@ -28,14 +29,13 @@ class DDP(Strategy):
         return model if self.group.world_size == 1 else replicate(model)
 
     def micro_batch(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
-        wrapped: Any = model
-        return wrapped.no_sync() if not last and is_replicated(model) else nullcontext()
+        return model.no_sync() if not last and is_replicated(model) else nullcontext()
 
     def keeps_gradients(self, model: nn.Module) -> bool:
         return is_replicated(model)
 
 
-def is_replicated(model: nn.Module) -> bool:
+def is_replicated(model: nn.Module) -> TypeGuard[DistributedDataParallel]:
     """Return whether a model is wrapped in DDP: not with one rank, nor in a dry run."""
     from torch.nn.parallel import DistributedDataParallel
 
