@@ -7,8 +7,7 @@ iterable of blocks.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -22,41 +21,32 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmray import objectives, plugins
-from mmray.builtin import KINDS
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.stream.collate import PixelMemory, iter_micro_batches
 from mmray.data.stream.order import ResumePoint, SamplePlan
 from mmray.data.stream.reader import Block
 from mmray.data.vlm.collate import iter_row_batches
-from mmray.data.vlm.reader import ConversationReader, ReferenceLogProbs
+from mmray.data.vlm.reader import ConversationReader
 from mmray.engine import loop, precision
 from mmray.engine.bad_rows import quarantine_bad_rows
 from mmray.engine.batch import BatchShape
-from mmray.engine.checkpoint import files
+from mmray.engine.build import build_for_device, check_packing, prepare_model
 from mmray.engine.checkpoint.manager import CheckpointManager
 from mmray.engine.collectives import Group
 from mmray.engine.heartbeat import HeartbeatState
 from mmray.engine.memory_probe import dry_run
-from mmray.engine.metrics.meters import model_flops_of_row, peak_flops
 from mmray.engine.metrics.writers import MetricsLog
 from mmray.engine.parallel.cuda_graphs import graph_branches
 from mmray.engine.parallel.device_defaults import (
-    capability_of,
-    compile_pays,
-    configure_torch,
     create_cuda_context,
-    device_defaults,
     limit_compile_workers,
-    resolve_auto,
 )
 from mmray.engine.parallel.strategy import strategy_class
-from mmray.engine.parallel.support import unsupported_reasons
 from mmray.engine.parallel.transforms import (
     TOKEN_MULTIPLE,
-    apply_transforms,
     branches_of,
     force_eager,
 )
@@ -69,15 +59,13 @@ from mmray.engine.worker_context import (
     WorkerContext,
     result_fields,
 )
-from mmray.errors import MmrayError, UsageError
+from mmray.errors import MmrayError
 from mmray.evaluation import EXAMPLES
-from mmray.evaluation.build import best_metric, build_evaluator, check_evaluable
+from mmray.evaluation.build import best_metric, build_evaluator
 from mmray.machine import keep_freed_memory
-from mmray.models import lora
-from mmray.models.build import build, build_on, import_libraries
+from mmray.models.build import import_libraries
 from mmray.models.lora import FrozenBase
-from mmray.models.protocol import PRETRAINED, Model, WeightSource, as_model, saved_layers
-from mmray.models.synthetic import synthetic_rows
+from mmray.models.protocol import as_model
 from mmray.objectives.protocol import Batch, Objective
 from mmray.storage.paths import AnyPath, to_path
 
@@ -120,9 +108,9 @@ def train_worker(
     _start_process(config, device)
     group = Group.current(device, config.cluster.collective_timeout_s)
     checkpoint = None if resume_point.checkpoint is None else to_path(resume_point.checkpoint)
-    config, built, base = _build_for_device(config, plan, checkpoint, group, driver)
+    config, built, base = build_for_device(config, plan, checkpoint, group, driver)
     context = replace(context, config=config)
-    model = _prepare_model(context, group, built, checkpoint is None, driver)
+    model = prepare_model(context, group, built, checkpoint is None, driver)
     objective = objectives.build(config.objective)
     batch_shape, memory_table = _dry_run(context, model, objective, group, plan.steps, driver)
     context = replace(context, batch_shape=batch_shape)
@@ -184,7 +172,7 @@ def _dry_run(
         keep_freed_memory()  # after sharding, which frees most of rank 0's weights
     driver.stage("dry run" if config.train.compile == "none" else "compiling in a dry run")
     if not has_fixed_shapes:
-        _check_packing(config.train.precision, model, group, driver)
+        check_packing(config.train.precision, model, group, driver)
     model.train()  # transformers reads weights into modules in evaluation mode
     batch_shape, memory_table = dry_run(config, model, objective, group, context.batch_shape, steps)
     driver.report({"batch_shape": batch_shape})
@@ -222,79 +210,6 @@ def _start_process(config: Config, device: torch.device) -> None:
     seed_everything(config.train.seed, config.train.deterministic)
 
 
-def _build_for_device(
-    config: Config,
-    plan: SamplePlan,
-    checkpoint: AnyPath | None,
-    group: Group,
-    driver: DriverHandle,
-) -> tuple[Config, Model, FrozenBase | None]:
-    """Build the model; return it with the config in which no setting of `train` is `auto`, and the
-    frozen weights that checkpoints leave out.
-    """
-    meta = {} if checkpoint is None else files.load_meta(checkpoint)
-    saved_base = meta.get("base")
-    reads_weights = checkpoint is None or saved_base is not None
-    source = PRETRAINED if reads_weights else saved_layers(meta["architecture"])
-    model = build_model(config, group, source)
-    base = None
-    if reads_weights and lora.leaves_out_base(config.model):
-        settings: Any = config.model
-        base = _frozen_base(model, settings.weights, group, saved_base)
-    for note in model.build_notes:
-        driver.notify("model", note)
-    if config.train.compile == "auto" and config.model.lora.load_in_4bit:
-        config = config.replace(train=config.train.replace(compile="none"))
-    if config.train.compile == "auto":
-        earns = _earns_compile(config, model, group.device, plan.rank_rows, plan.steps)
-        if group.all_reduce_min(int(earns)) == 0:
-            driver.notify("device", "compile none: the run is too short to earn it")
-            config = config.replace(train=config.train.replace(compile="none"))
-    # after this, so that a short run does not spend seconds to try the compiler
-    config = config.replace(train=resolve_auto(config.train, group, driver.notify))
-    if reasons := unsupported_reasons(config):
-        raise UsageError("\n".join(reasons))
-    if text := configure_torch(config.train, group.device):
-        driver.notify("device", text)
-    return config, model, base
-
-
-def _frozen_base(
-    model: nn.Module, weights: str, group: Group, saved: Mapping[str, str] | None
-) -> FrozenBase:
-    """Return the frozen weights of the model, which are equal to `saved` of a checkpoint, if given;
-    only rank 0 hashes them. A collective call.
-
-    Raises UsageError on every rank.
-    """
-
-    def checked_hash() -> str:
-        base = lora.frozen_base(model, weights)
-        if saved is not None:
-            base.check(saved)
-        return base.sha256
-
-    return FrozenBase(weights, group.call_on_rank0(checked_hash), lora.frozen_names(model))
-
-
-def _set_reference(model: Any, references: ReferenceLogProbs, is_start: bool, group: Group) -> None:
-    """Set that a model trains on pairs of answers, and check that it starts as the reference model
-    that wrote their log-probabilities. A collective call.
-
-    Raises UsageError on every rank.
-    """
-    model.pairs = True
-    model.has_reference = references.chosen is not None
-    if model.has_reference and is_start:
-        digest = group.call_on_rank0(lambda: lora.hash_weights(model))
-        if digest != references.digest:
-            raise UsageError(
-                f"objective.reference: `{references.column}` of the set is of "
-                f"{references.weights}, whose weights are not those of model.weights. Run `mmray "
-                "score` with the weights of the run, with another --name and --objective.reference"
-            )
-
-
 def _callbacks(
     context: WorkerContext,
     rank0_checkpoints: CheckpointManager | None,
@@ -307,25 +222,6 @@ def _callbacks(
     if rank0_checkpoints is not None:
         callbacks.append(ProgressReporter(driver.report, rank0_checkpoints))
     return tuple(callbacks)
-
-
-def _check_packing(
-    precision_name: str, model: nn.Module, group: Group, driver: DriverHandle
-) -> None:
-    """Pad the rows of a model whose loss or gradients depend on the other rows of a sequence; a
-    collective call of all ranks.
-    """
-    vlm: Any = model.eval()  # dropout and scales of float8 depend on the other rows
-    if not vlm.packed:
-        driver.notify("packing", "rows are padded: those of this model cannot be packed")
-        return
-    with precision.select_precision(precision_name, group.device).autocast():
-        differs = vlm.differs_if_packed()
-    if group.all_reduce_min(int(not differs)) == 0:
-        vlm.packed = False
-        driver.notify(
-            "packing", "rows are padded: a packed row has another loss or gradient than alone"
-        )
 
 
 def _micro_batches(
@@ -356,90 +252,6 @@ def _micro_batches(
         max_tokens=config.model.inputs.max_tokens,
         memory=PixelMemory(pin=group.device.type == "cuda"),
     )
-
-
-def _earns_compile(
-    config: Config, model: nn.Module, device: torch.device, rank_rows: int, steps: int
-) -> bool:
-    """Return True if the run is long enough for torch.compile, by the FLOPs of the model.
-
-    True if the blocks would not be compiled on the device, with `train.float8`, which needs it, for
-    a model that will be sharded, which is large, and for a user's model whose FLOPs cannot be
-    counted without running it.
-    """
-    default = device_defaults(capability_of(device)).compile
-    must_compile = config.train.float8 != "none" or strategy_class(config.train).shards_weights
-    if default == "none" or must_compile:
-        return True
-    without_autocast = precision.Precision("fp32", None, "meta")
-    memo: dict[int, Tensor] = {
-        id(weight): nn.Parameter(weight.detach().to("meta"), weight.requires_grad)
-        for weight in model.parameters()
-    }
-    memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
-    row = synthetic_rows(model, config.model, 1, "meta")
-    try:
-        flops = model_flops_of_row(copy.deepcopy(model, memo), row, without_autocast)
-    except Exception:  # noqa: BLE001 - code of a user may fail in any way on the meta device
-        return True
-    mixed = precision.select_precision(config.train.precision, device)
-    return compile_pays(flops, rank_rows, steps, peak_flops(device, mixed))
-
-
-def _prepare_model(
-    context: WorkerContext, group: Group, model: Model, is_start: bool, driver: DriverHandle
-) -> nn.Module:
-    """Apply the settings of `train` to a model; shard it if it will be, otherwise it is not wrapped
-    yet. `is_start`: no checkpoint will be loaded.
-    """
-    references = getattr(context.reader, "references", None)
-    if references is not None:
-        _set_reference(model, references, is_start, group)
-    config = context.config
-    train = context.config.train
-    transformed = apply_transforms(model, train, config.optimizer, group, driver.notify)
-    if references is not None and references.chosen is None:
-        lora.check_only_adapters(transformed)
-    if context.eval_sets:
-        check_evaluable(config, transformed)
-    strategy = strategy_class(train)(group, precision.DTYPES[train.precision])
-    return strategy.wrap(transformed) if strategy.is_sharded else transformed
-
-
-def build_model(config: Config, group: Group, source: WeightSource) -> Model:
-    """Build the model on this rank.
-
-    A model that will be sharded has weights on rank 0 only, or on no rank if a checkpoint will be
-    loaded; on the other ranks its parameters are on the meta device.
-
-    Args:
-        group: All ranks; each calls this function.
-        source: Where weights come from; random ones will be loaded from a checkpoint.
-
-    Returns:
-        The model, not sharded yet.
-
-    Raises:
-        UsageError: The settings are not supported, or the weights cannot be read; on every rank.
-    """
-    spec = config.model
-    sharded = strategy_class(config.train).shards_weights
-    if not sharded or group.world_size == 1:
-        may_read_weights = source.pretrained and getattr(spec, "weights", "") != "none"
-        # A user's class may compute on the CPU with its weights.
-        on_cpu = sharded or may_read_weights or spec.kind not in KINDS
-        return build_on("cpu" if on_cpu else group.device, spec, spec.vocab_size, source)
-    on_rank0: list[Model] = []
-
-    def build_on_rank0() -> dict[str, Any]:
-        on_rank0.append(build(spec, spec.vocab_size))
-        return on_rank0[0].architecture()
-
-    if source.pretrained:
-        source = saved_layers(group.call_on_rank0(build_on_rank0))
-    if on_rank0:
-        return on_rank0[0]
-    return build_on("meta", spec, spec.vocab_size, source)
 
 
 def _load_fn(

@@ -23,6 +23,7 @@ from mmray.bench import conversations
 from mmray.config import recipes
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.slots import PixelSlots
+from mmray.engine import build as engine_build
 from mmray.engine import loop, worker
 from mmray.engine.checkpoint.state_io import HostStager
 from mmray.engine.collectives import Group
@@ -375,7 +376,7 @@ def test_worker_probes_trains_evaluates_and_saves(monkeypatch, tmp_path, setting
     prepared, options = make_prepared(tmp_path / "set"), {"micro": 4} | settings
     _, expected, _ = run_worker(prepared, tmp_path / "cpu", **options | {"precision": "fp32"})
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
-    build_model = worker.build_model
+    build_model = engine_build.build_model
 
     def build_with_limit(config, group, *args, **kwargs):
         # inductor, which models may import, reads it then
@@ -384,7 +385,7 @@ def test_worker_probes_trains_evaluates_and_saves(monkeypatch, tmp_path, setting
             group = replace(group, device=CPU)
         return build_model(config, group, *args, **kwargs)
 
-    monkeypatch.setattr(worker, "build_model", build_with_limit)
+    monkeypatch.setattr(engine_build, "build_model", build_with_limit)
     with gpus(monkeypatch, count=2 if "parallel" in settings else 1):
         state, lines, notes = run_worker(
             prepared, tmp_path / "gpu", options={"device": GPU}, **options

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mmray.config import CustomModel, Train, recipes
+from mmray.engine import build as engine_build
 from mmray.engine import memory_probe, worker
 from mmray.engine.checkpoint import state_io
 from mmray.engine.collectives import Group
@@ -148,8 +149,8 @@ def test_dry_run_is_in_training_mode(prepared, tmp_path, monkeypatch):
         modes.extend(layer.training for layer in model.modules())
         return dry_run(config, model, *args)
 
-    build_model, dry_run = worker.build_model, worker.dry_run
-    monkeypatch.setattr(worker, "build_model", build_in_evaluation_mode)
+    build_model, dry_run = engine_build.build_model, worker.dry_run
+    monkeypatch.setattr(engine_build, "build_model", build_in_evaluation_mode)
     monkeypatch.setattr(worker, "dry_run", record_modes)
     run_worker(prepared, tmp_path / "run", 4, evaluate=False)
     assert modes and all(modes)
@@ -166,7 +167,7 @@ def test_packing_is_checked_without_what_depends_on_the_other_rows():
 
     model, messages = Packed(), []
     driver = DriverHandle(messages.append, lambda: False, lambda _: 0, None)
-    worker._check_packing("fp32", model, Group(), driver)
+    engine_build.check_packing("fp32", model, Group(), driver)
     assert model.packed and messages == []
 
 
@@ -203,9 +204,9 @@ def test_length_of_a_run_decides_whether_it_is_compiled(monkeypatch, pays):
         seen.append(counts)
         return pays
 
-    monkeypatch.setattr(worker, "compile_pays", compile_pays)
-    monkeypatch.setattr(worker, "peak_flops", lambda *_: 1e15)
-    monkeypatch.setattr(worker, "capability_of", lambda _: (9, 0))
+    monkeypatch.setattr(engine_build, "compile_pays", compile_pays)
+    monkeypatch.setattr(engine_build, "peak_flops", lambda *_: 1e15)
+    monkeypatch.setattr(engine_build, "capability_of", lambda _: (9, 0))
     gpu = torch.device("cuda", 0)
     model, _ = recipe_models.MODELS["clip"]
     config = recipes.load("clip").replace(
@@ -213,13 +214,13 @@ def test_length_of_a_run_decides_whether_it_is_compiled(monkeypatch, pays):
     )
     network = build(config.model, recipe_models.VOCAB)
     before = [weight.clone() for weight in network.parameters()]
-    assert worker._earns_compile(config, network, gpu, 8, 100) == pays
+    assert engine_build._earns_compile(config, network, gpu, 8, 100) == pays
     (flops, rows, steps, peak) = seen.pop()
     assert flops > 1e4 and (rows, steps, peak) == (8, 100, 1e15)
     assert all(map(torch.equal, before, network.parameters()))
-    assert worker._earns_compile(config, ReadsValues(), gpu, 8, 100)
+    assert engine_build._earns_compile(config, ReadsValues(), gpu, 8, 100)
     sharded = config.replace(train=Train(precision="bf16", parallel="fsdp"))
-    assert worker._earns_compile(sharded, network, gpu, 8, 100)
+    assert engine_build._earns_compile(sharded, network, gpu, 8, 100)
     float8 = config.replace(train=Train(precision="bf16", float8="tensorwise"))
-    assert worker._earns_compile(float8, network, gpu, 8, 100)
+    assert engine_build._earns_compile(float8, network, gpu, 8, 100)
     assert not seen

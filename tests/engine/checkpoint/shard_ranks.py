@@ -23,12 +23,12 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import memory_probe
 from mmray.engine.batch import BatchShape
+from mmray.engine.build import build_model
 from mmray.engine.checkpoint import state_io
 from mmray.engine.checkpoint.manager import CheckpointManager
 from mmray.engine.collectives import Group, to_local
 from mmray.engine.parallel.sharding import shard
 from mmray.engine.run_state import EMA_KEY
-from mmray.engine.worker import build_model
 from mmray.errors import MmrayError, OutOfMemoryError, StorageError, UsageError
 from mmray.models.protocol import PRETRAINED, is_sharded
 from mmray.objectives.contrastive import Contrastive

@@ -14,11 +14,11 @@ import torch
 
 from mmray.config import Config, ImageTower, Inputs, TextTower, Train, TwoTower
 from mmray.engine import run_state
+from mmray.engine.build import build_model
 from mmray.engine.checkpoint import state_io
 from mmray.engine.collectives import Group, to_local
 from mmray.engine.parallel.strategy import strategy_class
 from mmray.engine.parallel.transforms import apply_transforms
-from mmray.engine.worker import build_model
 from mmray.models.protocol import PRETRAINED, RANDOM_WEIGHTS, find_blocks
 from mmray.storage.ranges import RangeReader
 from tests.engine.ranks import join_group
