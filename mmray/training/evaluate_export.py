@@ -47,12 +47,12 @@ from mmray.models.protocol import PRETRAINED, saved_layers
 from mmray.storage.paths import AnyPath, to_path
 from mmray.training import RunReporter, validate
 from mmray.training.local import count_gpus, resolve_on_this_machine
-from mmray.training.resolve import eval_prepare_settings, held_out_rows
 from mmray.training.run_dir import (
     RunDir,
     check_processor,
     describe_unstored_processor,
 )
+from mmray.training.sets import eval_prepare_settings, held_out_rows
 
 # A step, the checkpoint with the best metric (`best_metric`), or (None) the newest valid one.
 Step = int | Literal["best"] | None

@@ -14,7 +14,7 @@ from mmray.data.store.stored_row import Media
 from mmray.errors import DataError, UsageError
 from mmray.evaluation.build import build_evaluator
 from mmray.storage.paths import to_path
-from mmray.training import resolve
+from mmray.training import sets
 from mmray.training.backend import Attempt, resume_point
 from mmray.training.resolve import resolve_run
 from tests.data.prepare.test_pipeline import make_source, run_here
@@ -221,7 +221,7 @@ def test_sets_of_media_that_the_model_does_not_take_are_refused_by_their_numbers
         wanted = wanted.replace(model=Towers(inputs=ClipInputs(**model)))
     else:
         resolve_run(wanted, Silent())  # fewer than a run may quarantine
-    monkeypatch.setattr(resolve, "MAX_BAD_ROWS", 6)
+    monkeypatch.setattr(sets, "MAX_BAD_ROWS", 6)
     with pytest.raises(DataError, match=refused):
         resolve_run(wanted, Silent())
 
@@ -243,7 +243,7 @@ def test_towers_of_video_refuse_sets_of_audio_alone(tmp_path, monkeypatch):
 
 def test_rows_that_a_selection_may_leave_out_do_not_refuse_a_set(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_module, "map_tasks", run_here)
-    monkeypatch.setattr(resolve, "MAX_BAD_ROWS", 2)
+    monkeypatch.setattr(sets, "MAX_BAD_ROWS", 2)
     source = make_source(tmp_path / "raw", 24)
     rows = [json.loads(line) for line in source.read_text().splitlines()]
     numbered = [json.dumps(values | {"width": at}) for at, values in enumerate(rows)]
@@ -265,7 +265,7 @@ def test_models_of_one_image_refuse_sets_with_another_number(tmp_path, monkeypat
     rows[9].media = rows[9].media * 3
     make_set(tmp_path / "set", rows)
     wanted = config(tmp_path / "set", tmp_path, "run")
-    monkeypatch.setattr(resolve, "MAX_BAD_ROWS", 2)
+    monkeypatch.setattr(sets, "MAX_BAD_ROWS", 2)
     with pytest.raises(
         DataError, match=r"1 rows with no image, 2 rows with several images among 20.*takes one"
     ):

@@ -15,7 +15,7 @@ from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
-from mmray.training.resolve import held_out_rows, training_rows
+from mmray.training.sets import held_out_rows, training_rows
 from mmray.training.validate import check_selections
 from tests.data.prepare.test_pipeline import LAX, color_image, prepare
 from tests.made import make_set, row
