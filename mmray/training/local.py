@@ -293,15 +293,17 @@ def _train(arguments: LocalArguments, coordinator: CoordinatorClient) -> dict[st
     context, start, num_decoders = arguments
     config = context.config
 
-    def open_blocks(log: Callable[[str], None], _: Callable[[], bool]) -> LocalBlocks:
-        return LocalBlocks(
-            context.reader, start, config.data.block_mb, num_decoders, log, torchrun_rank()
-        )
-
-    process = describe_process(torchrun_rank(), "here", socket.gethostname())
+    rank = torchrun_rank()
+    block_mb = config.data.block_mb
+    process = describe_process(rank, "here", socket.gethostname())
     try:
         outcome = train_rank(
-            context, start, process, coordinator, open_blocks, lambda: _device(config)
+            context,
+            start,
+            process,
+            coordinator,
+            lambda log, _: LocalBlocks(context.reader, start, block_mb, num_decoders, log, rank),
+            lambda: _device(config),
         )
     except Exception as error:
         if is_device_error(error):

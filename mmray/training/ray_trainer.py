@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
 import ray
@@ -42,8 +43,6 @@ from mmray.training.rank import CoordinatorClient, train_rank
 
 if TYPE_CHECKING:
     import torch
-
-    from mmray.data.stream.stream import RankBlocks
 
 SHUTDOWN_TIMEOUT_S = 30.0
 
@@ -266,17 +265,15 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
         record_bad_row=lambda row: ray.get(actor.record_bad_row.remote(row)),
     )
 
-    def open_blocks(log: Callable[[str], None], must_yield: Callable[[], bool]) -> RankBlocks:
-        return rank_blocks(
-            context.reader,
-            start,
-            rank,
-            worker.get_local_world_size(),
-            context.config.data.block_mb,
-            arguments["decoders"],
-            log,
-            must_yield,
-        )
+    open_blocks = partial(
+        rank_blocks,
+        context.reader,
+        start,
+        rank,
+        worker.get_local_world_size(),
+        context.config.data.block_mb,
+        arguments["decoders"],
+    )
 
     def get_device() -> torch.device:
         from ray.train.torch import get_device  # which imports torch
