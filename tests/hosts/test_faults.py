@@ -5,6 +5,7 @@
 
 import json
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -28,6 +29,7 @@ ENV = {KEEPALIVE_VARIABLE: str(KEEPALIVE_MS)}  # as cluster.yaml and jobs/deploy
 STEPS = 60  # with Slowly: longer than a fault of 20 s
 WATCHED_STEPS = 420  # with Slower: Ray used to lose a worker 290 to 391 s after a fault
 FAULT_STEP = 5  # after a checkpoint
+RANKS = "ray::"  # titles of Ray's worker processes
 MAX_REPEATED = 10
 
 
@@ -61,10 +63,23 @@ def link(host, down_s, **limit):
     )
 
 
+def stopped(host, down_s, **limit):
+    return Fault(
+        (host,),
+        lambda each: each.signal(RANKS, signal.SIGSTOP),
+        lambda each: each.signal(RANKS, signal.SIGCONT),
+        down_s,
+        **limit,
+    )
+
+
 FAULTS = {
     "link of the head down for 20 s": link("head", 20, max_repeated=0, steps=STEPS),
     "link of the head down for 20 s, watched": link("head", 20, max_repeated=0),
     "link of the head down for 30 s": link("head", 30),
+    "link of a rank down for 20 s": link("one", 20, max_repeated=0, steps=STEPS),
+    "link of a rank down for 150 s": link("one", 150, steps=STEPS),
+    "workers of a host stopped for 20 s": stopped("one", 20, max_repeated=0, steps=STEPS),
 }
 FAST = "link of the head down for 20 s"
 
