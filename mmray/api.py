@@ -230,7 +230,8 @@ def score(
         name: name of the column, for data.where; None: clip_score, or `reference` of a
             vision-language model, whose columns are NAME_chosen and NAME_rejected.
         embeddings: also write the embeddings of the images, as a column NAME_embedding, for
-            `mmray select --deduplicate semantic=0.95`.
+            `mmray select --deduplicate semantic=0.95`, and of the captions, as NAME_captions; both
+            for objective distillation.
         captions: column of the captions to use, if the set has several; None: the first.
         batch: rows that are embedded at a time.
         config: file that `mmray train ... --print-config` wrote for the run of dpo, with its limits

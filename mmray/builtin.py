@@ -138,6 +138,8 @@ OBJECTIVES = {
     "audio_text": "mmray.objectives.contrastive:AudioText",
     "video_text": "mmray.objectives.contrastive:VideoText",
     "audio_video": "mmray.objectives.contrastive:AudioVideo",
+    "distillation": "mmray.objectives.distillation:Distillation",
+    "feature_distillation": "mmray.objectives.distillation:FeatureDistillation",
     "matching": "mmray.objectives.matching:Matching",
     "clip_matching": "mmray.objectives.matching:ClipMatching",
     "classification": "mmray.objectives.cross_entropy:Classification",

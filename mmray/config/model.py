@@ -55,6 +55,7 @@ class Inputs(Section, settings_prefix="model.inputs"):
     max_tokens: MaxTokens = 64
 
 
+TEACHER_OBJECTIVES = {"distillation", "feature_distillation"}
 _KIND = tyro.conf.arg(
     metavar=f"{{{','.join(KINDS)}}}|package.module:Class",
     help="Model kind, or a class of your own.",
@@ -262,6 +263,12 @@ class Objective(Section, settings_prefix="objective"):
         "score` wrote, or `adapters_off`, the model without its LoRA adapters.",
     )
 
+    teacher: str = Field(
+        "clip_score",
+        description="Of distillation: the column that `mmray score --embeddings` wrote with the "
+        "weights of the teacher.",
+    )
+
     @property
     def terms(self) -> dict[str, float]:
         """Weight of each objective: {contrastive: 1, matching: 0.5} of `contrastive + 0.5 *
@@ -273,6 +280,11 @@ class Objective(Section, settings_prefix="objective"):
     def is_dpo(self) -> bool:
         """Whether it trains on rows with a chosen and a rejected answer."""
         return "dpo" in self.terms
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether it reads the embeddings of another model."""
+        return not TEACHER_OBJECTIVES.isdisjoint(self.terms)
 
     @field_validator("kind")
     @classmethod

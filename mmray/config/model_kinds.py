@@ -89,7 +89,12 @@ class EmbeddingModel(Model):
 
     branches: ClassVar[tuple[str, ...]] = ("image", "text")
     shares_only_loss = True
-    objectives: ClassVar[tuple[str, ...]] = ("contrastive", "sigmoid")
+    objectives: ClassVar[tuple[str, ...]] = (
+        "contrastive",
+        "sigmoid",
+        "distillation",
+        "feature_distillation",
+    )
 
     temperature: Temperature = 0.07
     logit_bias: LogitBias = None

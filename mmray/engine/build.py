@@ -107,7 +107,7 @@ def _set_reference(model: Any, references: ReferenceLogProbs, is_start: bool, gr
     Raises UsageError on every rank.
     """
     model.pairs = True
-    model.has_reference = references.chosen is not None
+    model.has_reference = references.is_stored
     if model.has_reference and is_start:
         digest = group.call_on_rank0(lambda: lora.hash_weights(model))
         if digest != references.digest:
@@ -177,7 +177,7 @@ def prepare_model(
     config = context.config
     train = context.config.train
     transformed = apply_transforms(model, train, config.optimizer, group, driver.notify)
-    if references is not None and references.chosen is None:
+    if references is not None and not references.is_stored:
         lora.check_only_adapters(transformed)
     if context.eval_sets:
         check_evaluable(config, transformed)

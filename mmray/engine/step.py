@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from mmray.data.stream.blocks import TEACHER_COLUMNS
 from mmray.engine.grad_cache import GradCache, build_grad_cache
 from mmray.engine.optimizer import clip_gradients, grad_norm, step_on_device, steps_on_device
 from mmray.engine.parallel.transforms import preserve_buffers
@@ -138,12 +139,15 @@ def forward_micro_batch(
     state: TrainState, model: nn.Module, micro_batch: Batch, seed: int, is_dummy: bool
 ) -> Outputs:
     """Run the model on one micro-batch, with autocast, and return its outputs by name: tensors [B,
-    ...] such as `image_embed`, or scalars such as `logit_scale`.
+    ...] such as `image_embed`, or scalars such as `logit_scale`; and the embeddings of the teacher,
+    if the batch has some.
     """
     statistics = preserve_buffers(state.module) if is_dummy else nullcontext()
     random_numbers = fork_seeded_rng(seed, state.group.device)
     with statistics, random_numbers, state.precision.autocast():
-        return model(micro_batch)
+        outputs = model(micro_batch)
+    teacher = {name: micro_batch[name] for name in TEACHER_COLUMNS if name in micro_batch}
+    return {**outputs, **teacher}
 
 
 def apply_update(state: TrainState, cache: GradCache) -> StepResult:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mmray.data.media.clips import ClipColumns, clip_batch, clip_columns
+from mmray.data.stream.blocks import TEACHER_COLUMNS
 from mmray.data.stream.collate import Batch
 from mmray.models.protocol import as_model
 
@@ -25,7 +26,9 @@ def synthetic_rows(
     """
     own = as_model(model).synthetic_batch(rows)
     if own is None:
-        return synthetic_batch(spec.inputs, spec.vocab_size, rows, device, seed)
+        # Embeddings of a teacher, of one number each, because the width of the model is not known.
+        teacher = {name: torch.ones(rows, 1, device=device) for name in TEACHER_COLUMNS}
+        return synthetic_batch(spec.inputs, spec.vocab_size, rows, device, seed) | teacher
     return {name: column.to(device) for name, column in own.items()}
 
 

@@ -144,6 +144,7 @@ class Attempt:
                 max_pixels,
                 config.augment,
                 config.data.augment,
+                resolved.teacher,
             )
         return WorkerContext(
             config=config,

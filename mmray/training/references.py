@@ -1,5 +1,5 @@
-"""Log-probabilities of the reference model of dpo that a run reads: columns that `mmray score`
-wrote (reference_job.py).
+"""Columns by other models that a run reads, which `mmray score` wrote: log-probabilities of the
+reference model of dpo (reference_job.py), and embeddings of the teacher of distillation (score.py).
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import numpy as np
 import orjson
 
 from mmray.config import Config
+from mmray.config.data import parse_captions
+from mmray.config.model import Objective
 from mmray.data.store.mixture import PreparedMixture
 from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.row_columns import column_types
 from mmray.data.store.row_values import COLUMNS_DIR
-from mmray.data.store.selection import SELECTIONS_DIR
-from mmray.data.store.shard_table import MappedArray, MappedFile
+from mmray.data.stream.reader import Teacher
 from mmray.data.vlm.reader import ADAPTERS_OFF, ReferenceLogProbs
-from mmray.errors import DataError
-from mmray.storage.paths import AnyPath, to_path
+from mmray.errors import DataError, UsageError
 from mmray.training import RunReporter
 
 IDENTITY = "score.json"  # file in the folder of a score that names the model that wrote it
@@ -41,19 +42,12 @@ def open_references(
     column = config.objective.reference
     if column == ADAPTERS_OFF:
         return ReferenceLogProbs(column)
-    sets = train_set.sets if isinstance(train_set, PreparedMixture) else (train_set,)
+    sets = _sets_of(train_set)
     identities = [_read_identity(config, each, processor_digest) for each in sets]
-    if len({each["weights_digest"] for each in identities}) > 1:
-        names = ", ".join(each["weights"] for each in identities)
-        raise DataError(f"objective.reference: several models wrote {column} of the sets: {names}")
-    folder = to_path(config.run.storage) / SELECTIONS_DIR
-    folder.mkdir(parents=True, exist_ok=True)
-    chosen, rejected = (
-        np.concatenate([_read_column(each, f"{column}_{answer}") for each in sets])
-        for answer in ("chosen", "rejected")
+    model = _only_model("objective.reference", column, identities, "weights_digest")
+    has_values = ~np.isnan(
+        np.concatenate([_read_column(each, f"{column}_chosen") for each in sets])
     )
-    has_values = ~np.isnan(chosen)
-    model = identities[0]
     text = f"{column} of {has_values.sum():,} rows, by {model['weights']}"
     num_missing = int((~has_values).sum())
     if num_missing:
@@ -63,17 +57,76 @@ def open_references(
     reporter.log(text, "reference")
     if not has_values.any():
         raise DataError(f"objective.reference: no row of {config.data.train} has {column}")
-    return ReferenceLogProbs(
-        column,
-        _to_file(folder, chosen),
-        _to_file(folder, rejected),
-        model["weights"],
-        model["weights_digest"],
-    )
+    return ReferenceLogProbs(column, model["weights"], model["weights_digest"])
 
 
-def _to_file(folder: AnyPath, values: np.ndarray) -> MappedArray:
-    return MappedArray(MappedFile.write(folder, "reference-{}.float64", values), "float64")
+def embedding_columns(name: str) -> tuple[str, str]:
+    """Return the columns of a score NAME with the embeddings of captions and of images."""
+    return f"{name}_captions", f"{name}_embedding"
+
+
+def open_teacher(
+    config: Config, train_set: PreparedSet | PreparedMixture, reporter: RunReporter
+) -> tuple[Teacher, str]:
+    """Return the embeddings of the teacher for the rows of a run, and the hash of its model.
+
+    Raises:
+        DataError: A set has no such columns, or several models wrote them.
+        UsageError: They are of other captions, or have another width than the model.
+    """
+    column = config.objective.teacher
+    texts, image = embedding_columns(column)
+    sets = _sets_of(train_set)
+    used = tuple(parse_captions(config.data.captions or ""))
+    identities = []
+    for prepared in sets:
+        option = "" if column == Objective().teacher else f" --name {column}"
+        command = f"mmray score {prepared.folder} --weights TEACHER --embeddings{option}"
+        file = prepared.folder / COLUMNS_DIR / column / IDENTITY
+        identity = orjson.loads(file.read_bytes()) if file.exists() else {}
+        known = column_types(prepared.manifest.columns)
+        if not {texts, image} <= {*known} or identity.get("logit_scale") is None:
+            raise DataError(
+                f"objective.teacher: {prepared.folder} has no embeddings `{column}` of a teacher: "
+                f"run {command}"
+            )
+        if prepared.manifest.text_columns and used != (identity["captions"],):
+            raise UsageError(
+                f"objective.teacher: `{column}` of {prepared.folder} is of the captions "
+                f"{identity['captions']}: set --data.captions {identity['captions']}, or run "
+                f"{command} --captions with the column that is trained on"
+            )
+        identities.append(identity)
+        missing = prepared.values.num_missing([each.key for each in prepared.shards], image)
+        if missing:
+            text = f"{missing:,} rows of {prepared.folder} have no {image}, and no distillation"
+            reporter.log(text, "teacher")
+    model = _only_model("objective.teacher", column, identities, "digest")
+    width = int(known[image].removeprefix("float16[").removesuffix("]"))
+    own_width = getattr(config.model, "embed_dim", width)
+    is_known = getattr(config.model, "weights", "none") == "none"
+    if "feature_distillation" in config.objective.terms and is_known and width != own_width:
+        raise UsageError(
+            f"objective feature_distillation: embeddings of {model['weights']} have {width} "
+            f"dimensions: set --model.embed-dim {width} (not {own_width}), or use objective "
+            "distillation"
+        )
+    reporter.log(f"{column} by {model['weights']}, {width} dimensions", "teacher")
+    return Teacher(image, texts, width, model["logit_scale"]), model["digest"]
+
+
+def _sets_of(train_set: PreparedSet | PreparedMixture) -> Sequence[PreparedSet]:
+    return train_set.sets if isinstance(train_set, PreparedMixture) else (train_set,)
+
+
+def _only_model(
+    setting: str, column: str, identities: Sequence[dict[str, Any]], digest: str
+) -> dict[str, Any]:
+    """Return the model that wrote a column of all sets. Raises DataError if they are several."""
+    if len({each[digest] for each in identities}) > 1:
+        names = ", ".join(each["weights"] for each in identities)
+        raise DataError(f"{setting}: several models wrote {column} of the sets: {names}")
+    return identities[0]
 
 
 def check_held_out(

@@ -24,6 +24,7 @@ from mmray.data.store.selection import SELECTIONS_DIR
 from mmray.data.store.shard_table import MappedArray, MappedFile
 from mmray.data.store.stored_row import Row
 from mmray.data.stream.order import ORDER_VERSION
+from mmray.data.stream.reader import Teacher
 from mmray.data.stream.shuffle import resolve_block_shuffle
 from mmray.data.text.tokenizer import TextEncoder, declared_pad_id
 from mmray.data.text.tokenizer_files import load_tokenizer
@@ -36,7 +37,7 @@ from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import DataError, Log, ResourceError, UsageError
 from mmray.storage.paths import RemotePath, to_path
 from mmray.training import RunReporter
-from mmray.training.references import check_held_out, open_references
+from mmray.training.references import check_held_out, open_references, open_teacher
 from mmray.training.sets import TrainSet, match_sets, open_sets
 
 # Objectives in which the texts of other rows are negatives.
@@ -59,11 +60,13 @@ class ResolvedRun:
         data_identity: Content of data.json, equal whenever the run is resumed: `train` (sets and
             weights as text), `fingerprint` (hex digest of the training rows), `num_rows` (of an
             epoch), `tokenizer` (SHA-256 of tokenizer.json in hexadecimal), `order` (version of
-            the sample order), and with dpo `reference` (column and hash of the reference model).
+            the sample order), and with dpo `reference` (column and hash of the reference model),
+            with distillation `teacher` (alike).
         token_lengths: Tokens of each row of the training set, if `batch.tokens` divides the rows
             of a step; otherwise None.
         is_packed: Whether the rows of a micro-batch are packed, not padded.
         references: Log-probabilities of the reference model, of objective dpo; otherwise None.
+        teacher: Embeddings of the teacher, of objective distillation; otherwise None.
     """
 
     config: Config
@@ -76,6 +79,7 @@ class ResolvedRun:
     token_lengths: MappedArray | None = None
     is_packed: bool = True
     references: ReferenceLogProbs | None = None
+    teacher: Teacher | None = None
 
 
 def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
@@ -136,6 +140,10 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     )
     if isinstance(resolved_config.model, Vlm):
         return _resolve_conversations(resolved, reporter)
+    if config.objective.has_teacher:
+        teacher, digest = open_teacher(config, train_set, reporter)
+        data_identity["teacher"] = f"{config.objective.teacher} {digest[:16]}"
+        resolved = replace(resolved, teacher=teacher)
     return resolved
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -43,7 +43,7 @@ from mmray.training.evaluate_export import (
     pretrained_config,
 )
 from mmray.training.reference_job import ReferenceJob, plan_references
-from mmray.training.references import IDENTITY
+from mmray.training.references import IDENTITY, embedding_columns
 
 DEFAULT_NAMES = {False: "clip_score", True: "reference"}  # by whether the model generates text
 
@@ -57,10 +57,11 @@ class ScoreJob:
         tokenizer_json: Content of its tokenizer.json.
         checkpoint: Folder of the checkpoint; None: `model.weights`.
         name: Name of the column of scores.
-        with_embeddings: Whether to write the embeddings of the images too.
+        with_embeddings: Whether to write the embeddings of images and captions too.
         captions: Column of the captions to score; None: the set has one column.
         digest: Hash of the model, by which a process finds it if it has loaded it before.
         width: Dimensions of its embeddings.
+        logit_scale: Factor of its cosines in its own loss; None: it has none.
     """
 
     config: Config
@@ -71,19 +72,19 @@ class ScoreJob:
     captions: str | None
     digest: str
     width: int
-
-    @property
-    def embedding_name(self) -> str:
-        """Name of the column of embeddings, such as `clip_score_embedding`."""
-        return f"{self.name}_embedding"
+    logit_scale: float | None = None
 
     @property
     def types(self) -> dict[str, str]:
-        """Types of the columns that are written: {"clip_score": "double"} and, with embeddings,
-        {"clip_score_embedding": "float16[512]"} for the width 512.
+        """Types of the columns that are written: {"clip_score": "double"} and, with embeddings of
+        the width 512, {"clip_score_captions": "list<float16[512]>", "clip_score_embedding":
+        "float16[512]"}.
         """
-        embedding = {self.embedding_name: f"float16[{self.width}]"} if self.with_embeddings else {}
-        return {self.name: "double"} | embedding
+        if not self.with_embeddings:
+            return {self.name: "double"}
+        captions, image = embedding_columns(self.name)
+        kind = f"float16[{self.width}]"
+        return {self.name: "double", captions: f"list<{kind}>", image: kind}
 
     @property
     def group(self) -> str:
@@ -91,9 +92,9 @@ class ScoreJob:
         return self.name
 
     @property
-    def identity(self) -> dict[str, str]:
-        """Further entries of the file IDENTITY: none."""
-        return {}
+    def identity(self) -> dict[str, Any]:
+        """Further entries of the file IDENTITY."""
+        return {"logit_scale": self.logit_scale}
 
     def compute(self, prepared: PreparedSet) -> dict[str, pa.Array]:
         """Return the columns of scores of the rows of a shard."""
@@ -101,15 +102,21 @@ class ScoreJob:
         model = cached_model(self.config, self.checkpoint, self.digest, device)
         if self.captions is not None:
             prepared = prepared.with_captions({self.captions: 1.0})
-        scores, embeddings = embed_rows(model, prepared, self, device)
-        columns = {self.name: pa.array(scores, mask=np.isnan(scores))}
+        rows = embed_rows(model, prepared, self, device)
+        columns = {self.name: pa.array(rows.scores, mask=np.isnan(rows.scores))}
         if self.with_embeddings:
-            flat = pa.array(embeddings.astype(np.float16).ravel())
-            mask = pa.array(~embeddings.any(axis=1))
-            columns[self.embedding_name] = pa.FixedSizeListArray.from_arrays(
-                flat, self.width, mask=mask
+            captions, image = embedding_columns(self.name)
+            ends = np.concatenate([[0], np.cumsum(rows.num_captions)]).astype(np.int32)
+            columns[captions] = pa.ListArray.from_arrays(
+                pa.array(ends), self._to_arrow(rows.captions)
             )
+            is_missing = pa.array(~rows.images.any(axis=1))
+            columns[image] = self._to_arrow(rows.images, is_missing)
         return columns
+
+    def _to_arrow(self, embeddings: np.ndarray, mask: pa.Array | None = None) -> pa.Array:
+        flat = pa.array(embeddings.astype(np.float16).ravel())
+        return pa.FixedSizeListArray.from_arrays(flat, self.width, mask=mask)
 
 
 def score_set(
@@ -237,7 +244,7 @@ def _plan(
             f"--captions {captions}: {prepared.folder} has no such column of captions; {hint}"
         )
     scored = columns[:1] if captions is None else (captions,)
-    _check_name(name, ("embedding",), prepared)
+    _check_name(name, ("captions", "embedding"), prepared)
     model: Any = load_model(config, checkpoint)
     missing = [method for method in EMBEDDING_METHODS if not callable(getattr(model, method, None))]
     if missing or config.model.takes_clips:
@@ -245,9 +252,10 @@ def _plan(
             f"--weights {weights}: a model of kind {config.model.kind} does not embed one image "
             "and its caption; use weights of clip, siglip, two_tower or towers of images"
         )
-    images = synthetic_batch(config.model.inputs, vocab_size=1, rows=2, device="cpu")["image"]
-    with torch.no_grad():
-        width = model.embed_image(images).shape[1]
+    batch = synthetic_batch(config.model.inputs, vocab_size=1, rows=2, device="cpu")
+    with torch.no_grad(), eval_mode(model):
+        width = model.embed_image(batch["image"]).shape[1]
+        logit_scale = model(batch).get("logit_scale")
     digest = hashlib.sha256(repr((config.model, scored)).encode())
     digest.update(tokenizer_json.encode())
     for key, tensor in sorted(model.state_dict().items()):
@@ -262,6 +270,7 @@ def _plan(
         scored[0] if scored else None,
         digest.hexdigest(),
         width,
+        None if logit_scale is None else float(logit_scale),
     )
 
 
@@ -309,27 +318,41 @@ def _score_shards(
         reporter.log(f"{missing:,} rows {reason} and have no score", "unreadable")
 
 
+class EmbeddedRows(NamedTuple):
+    """Scores and L2-normalized embeddings of N rows with C captions together.
+
+    Attributes:
+        scores: The mean cosine of a row's image and its captions, float64 [N], NaN for a row
+            without captions or that cannot be read.
+        images: Float32 [N, D], zeros for a row that cannot be read.
+        captions: Float32 [C, D], by row, in the order of its texts.
+        num_captions: Number of captions of each row, int64 [N]; 0 for one that cannot be read.
+    """
+
+    scores: np.ndarray
+    images: np.ndarray
+    captions: np.ndarray
+    num_captions: np.ndarray
+
+
 @torch.no_grad()
 def embed_rows(
     model: Any, prepared: PreparedSet, job: ScoreJob, device: torch.device
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the score and the embedding of the image of each row of a set.
+) -> EmbeddedRows:
+    """Embed the images and captions of the rows of a set.
 
     Args:
         model: The model, on `device`, with `embed_image(pixels)` and `embed_text(input_ids,
             attention_mask)`.
         job: Settings of the model.
-
-    Returns:
-        The mean cosine of a row's image and its captions, float64 [N], NaN for a row without
-        captions or that cannot be read; and L2-normalized embeddings, float32 [N, D], zeros for one
-        that cannot be read.
     """
     settings = job.config.evaluate
     max_pixels = max(job.config.prepare.max_pixels, prepared.max_pixels)
     data = EvalDataset(prepared, job.config.model.inputs, job.tokenizer_json, settings, max_pixels)
     scores = np.full(prepared.num_rows, np.nan)
-    embeddings = np.zeros((prepared.num_rows, job.width), np.float32)
+    images = np.zeros((prepared.num_rows, job.width), np.float32)
+    captions = [np.zeros((0, job.width), np.float32)]
+    num_captions = np.zeros(prepared.num_rows, np.int64)
     autocast = precision.select_precision(job.config.train.precision, device).autocast()
     with eval_mode(model), autocast:
         for batch in data.batches():
@@ -337,9 +360,12 @@ def embed_rows(
             text = embed_texts(model, batch, settings.batch, Group(device=device))
             rows = batch["row"]
             owner = torch.searchsorted(rows, batch["caption_row"])
-            cosines = (image[owner] * text.reshape(len(owner), image.shape[1])).sum(dim=1).double()
+            text = text.reshape(len(owner), job.width)
+            cosines = (image[owner] * text).sum(dim=1).double()
             sums = torch.zeros(len(rows), dtype=torch.float64).index_add(0, owner, cosines)
             counts = torch.bincount(owner, minlength=len(rows))
             scores[rows.numpy()] = (sums / counts).numpy()
-            embeddings[rows.numpy()] = image.numpy()
-    return scores, embeddings
+            images[rows.numpy()] = image.numpy()
+            captions.append(text.numpy())
+            num_captions[rows.numpy()] = counts.numpy()
+    return EmbeddedRows(scores, images, np.concatenate(captions), num_captions)

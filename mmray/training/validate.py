@@ -15,7 +15,7 @@ from mmray.builtin import (
     KINDS,
 )
 from mmray.config.data import Mixture, parse_captions
-from mmray.config.model import model_section
+from mmray.config.model import Objective, model_section
 from mmray.config.model_kinds import PAIRS, Towers, Vlm
 from mmray.data.store.manifest import Manifest, read_manifest, text_columns
 from mmray.data.store.row_columns import column_types
@@ -276,6 +276,8 @@ def objective_reasons(config: Config) -> list[str]:
     usable = model.usable_objectives
     terms = config.objective.terms
     reasons = _dpo_reasons(config)
+    if not config.objective.has_teacher and config.objective.teacher != Objective().teacher:
+        reasons.append("objective.teacher: only objectives of distillation use it")
     if not usable:
         return reasons
     for term in terms:

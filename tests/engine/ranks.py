@@ -54,6 +54,7 @@ KINDS = (
     "sigmoid",
     "0.5 * sigmoid",
     "matching",
+    "contrastive + 2 * distillation + 0.5 * feature_distillation",
     "contrastive + 0.5 * matching + 0.25 * classification",
     "sigmoid + 0.5 * contrastive",
 )

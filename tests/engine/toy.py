@@ -34,6 +34,7 @@ WIDTH, DIM = 16, 8
 CLASSES = 5
 MAX_TOKENS = 6
 MICRO = 3
+WITHOUT_TEACHER = [3]  # row without embeddings of the teacher
 FP32 = Precision("fp32", None, "cpu")
 
 
@@ -217,7 +218,11 @@ def rows(num: int, step: int, invalid: tuple[int, ...] = ()) -> dict[str, Tensor
     valid[list(invalid)] = False
     ids = torch.randint(1, VOCAB, (num, MAX_TOKENS), generator=draw)
     mask = torch.arange(MAX_TOKENS) < num_tokens[:, None]
+    teacher = torch.randn(2, num, DIM, dtype=torch.float64, generator=torch.Generator())
+    teacher[:, WITHOUT_TEACHER] = 0
     return {
+        "teacher_image": 9 * F.normalize(teacher[0], dim=1),
+        "teacher_text": F.normalize(teacher[1], dim=1),
         "image": torch.randint(0, 256, (num, 3, SIDE, SIDE), dtype=torch.uint8, generator=draw),
         "input_ids": ids,
         "attention_mask": mask.long(),
@@ -276,6 +281,27 @@ def naive_sigmoid(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> T
     """The plain formula: z is 1 for a matching pair, otherwise -1."""
     z = 2 * torch.eye(len(image), dtype=image.dtype) - 1
     return -(1 / (1 + (-z * (scale * image @ text.T + bias)).exp())).log().sum() / len(image)
+
+
+def naive_distillation(
+    image: Tensor, text: Tensor, scale: Tensor, teacher_image: Tensor, teacher_text: Tensor
+) -> Tensor:
+    """The plain formula: the mean over rows of KL(teacher, student), in both directions."""
+    own, teacher = scale * image @ text.T, teacher_image @ teacher_text.T
+    total = 0
+    for student_logits, teacher_logits in ((own, teacher), (own.T, teacher.T)):
+        p, q = (each.exp() / each.exp().sum(1, True) for each in (teacher_logits, student_logits))
+        total = total + (p * (p / q).log()).sum() / 2
+    return total / len(image)
+
+
+def naive_feature_distillation(*embeddings: Tensor) -> Tensor:
+    """Half the mean squared distance, of image and text."""
+    image, text, *teacher = embeddings
+    pairs = zip((image, text), teacher, strict=True)
+    return sum(((own - F.normalize(other, dim=1)) ** 2).sum() for own, other in pairs) / 4 / len(
+        image
+    )
 
 
 def naive_matching(match: Tensor, negative: Tensor, has_negative: Tensor) -> Tensor:
@@ -337,6 +363,12 @@ def naive_loss(kind: str, outputs: list[Batch], micro_batches: list[Batch]) -> T
         labels = column("label", micro_batches)
         return F.cross_entropy(column("class_logits")[labels >= 0], labels[labels >= 0])
 
+    def with_teacher(formula, *names: str) -> Tensor:
+        teacher = [column(name, micro_batches) for name in ("teacher_image", "teacher_text")]
+        kept = teacher[0].any(dim=1)
+        own = [each[kept] if each.ndim else each for each in map(column, names)]
+        return formula(*own, *(each[kept] for each in teacher))
+
     pair = ("image_embed", "text_embed", "logit_scale")
     formulas = {
         "contrastive": lambda: naive_contrastive(*map(column, pair)),
@@ -345,6 +377,8 @@ def naive_loss(kind: str, outputs: list[Batch], micro_batches: list[Batch]) -> T
             column("match"), column("match_negative"), column("has_negative", micro_batches)
         ),
         "classification": classification,
+        "distillation": lambda: with_teacher(naive_distillation, *pair),
+        "feature_distillation": lambda: with_teacher(naive_feature_distillation, *pair[:2]),
     }
     return sum(weight * formulas[name]() for name, weight in parse_terms(kind).items())
 

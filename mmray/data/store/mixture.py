@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -122,6 +122,15 @@ class PreparedMixture:
             ):
                 out[index] = replace(row, key=f"{self.names[number]}/{row.key}")
         return out  # type: ignore[return-value]  # every row belongs to a set
+
+    def columns(self, rows: np.ndarray, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the values of columns that all sets have, as PreparedSet.columns."""
+        out: list[dict[str, Any]] = [{} for _ in rows]
+        for number, indices, in_set in self._by_set(np.asarray(rows, np.int64)):
+            values = self.sets[number].columns(in_set, names)
+            for index, value in zip(indices, values, strict=True):
+                out[index] = value
+        return out
 
     def fetch_blocks(self, rows: np.ndarray) -> None:
         """Fetch the blocks of rows into the caches of the sets that have one. Raises OSError, and

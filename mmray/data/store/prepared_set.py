@@ -8,7 +8,7 @@ memory-mapped.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
@@ -248,21 +248,23 @@ class PreparedSet:
         """Return the labels of rows as they are stored, None for a row without one."""
         return self._read_batches(rows, "label")
 
-    def columns(self, rows: np.ndarray) -> list[dict[str, Any]]:
+    def columns(self, rows: np.ndarray, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Return the columns of rows: those that `prepare --keep` stored, and scores.
 
         Args:
             rows: Row numbers int64 [N].
+            names: Columns to read; None: all but embeddings.
 
         Returns:
-            For each row, in this order, its values by name, without embeddings; a missing value is
-            None.
+            For each row, in this order, its values by name, embeddings as an array float16; a
+            missing value is None.
 
         Raises:
             DataError: A shard has no such columns, because the set grew after it was scored.
         """
-        types = column_types(self.manifest.columns)
-        names = [name for name, kind in types.items() if kind in TYPES]
+        if names is None:
+            types = column_types(self.manifest.columns)
+            names = [name for name, kind in types.items() if kind in TYPES]
         out: list[dict[str, Any]] = [{} for _ in rows]
         if not names:
             return out
@@ -272,7 +274,7 @@ class PreparedSet:
         for shard, columns in zip(shards, parts, strict=True):
             for index in np.flatnonzero(of_rows == shard).tolist():
                 number = int(numbers[index])
-                out[index] = {name: columns[name][number].as_py() for name in names}
+                out[index] = {name: _to_value(columns[name][number]) for name in names}
         return out
 
     def _read_batches(
@@ -383,3 +385,13 @@ class PreparedSet:
                 selected = indices == index
                 out[selected] += np.searchsorted(kept_before, in_shards[selected], side="right")
         return out
+
+
+def _to_value(scalar: pa.Scalar) -> Any:
+    """Return a value of a column; of a list of embeddings one array."""
+    if not scalar.is_valid or not pa.types.is_nested(scalar.type):
+        return scalar.as_py()
+    values = scalar.values
+    while pa.types.is_nested(values.type):
+        values = values.flatten()
+    return np.from_dlpack(values)

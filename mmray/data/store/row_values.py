@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from mmray.storage.requests import iter_parallel, parallel_map
 COLUMNS_DIR = "columns"
 _INDEX = "index.json"
 _METADATA = b"mmray"
+OPEN_FILES = 32  # of a process: mapped, or in memory if the set is on an object store
 _MAX_RANGE_TEXT = 64  # characters of a text in a range
 # Of a column of a shard the number of missing values, and the lowest and highest other one, if they
 # are known.
@@ -237,7 +238,9 @@ class RowValues:
             yield from part
 
 
+@lru_cache(OPEN_FILES)
 def _read_buffer(path: AnyPath) -> pa.Buffer:
+    """Return a file of columns, whose name is the hash of its content."""
     if isinstance(path, RemotePath):
         return pa.py_buffer(path.read_bytes())
     with open_input(path, mapped=True) as file:

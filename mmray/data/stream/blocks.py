@@ -8,6 +8,8 @@ import numpy as np
 
 Block = dict[str, np.ndarray]
 NO_LABEL = -1  # label of a row without one
+# Columns of the embeddings of a teacher (objective distillation).
+TEACHER_COLUMNS = ("teacher_image", "teacher_text")
 
 
 def join_blocks(parts: Sequence[Block], pixels: np.ndarray | None = None) -> Block:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mmray.data.media.clips import clip_batch
-from mmray.data.stream.blocks import join_blocks, pad_columns
+from mmray.data.stream.blocks import TEACHER_COLUMNS, join_blocks, pad_columns
 
 Batch = dict[str, torch.Tensor]
 NumpyBatch = dict[str, np.ndarray]
@@ -45,8 +45,8 @@ def iter_micro_batches(
     Yields:
         For each step a list of micro-batches, dicts of tensors: `image` uint8 [B, 3, S, S], unless
         the model takes clips; `input_ids` and `attention_mask` int64 [B, T]; `key`, `label` (-1:
-        none) and `pos` int64 [B]; `valid` bool [B], False for padding and unreadable rows; and
-        those of `clip_batch` for clips.
+        none) and `pos` int64 [B]; `valid` bool [B], False for padding and unreadable rows;
+        those of `clip_batch` for clips; and TEACHER_COLUMNS float32 [B, D] with a teacher.
     """
     for rows in iter_step_rows(blocks, repeat(rank_rows), memory):
         # the order within one micro-batch has no effect
@@ -154,7 +154,8 @@ def _batch(rows: NumpyBatch, token_multiple: int, max_tokens: int) -> Batch:
     longest = min(-(-longest // token_multiple) * token_multiple, max_tokens)
     ids = pad_columns(rows["input_ids"], longest)
     tokens = token_columns(ids[:, :longest], rows["num_tokens"])
-    others = {name: torch.from_numpy(rows[name]) for name in ("key", "label", "valid", "pos")}
+    names = ("key", "label", "valid", "pos", *(name for name in TEACHER_COLUMNS if name in rows))
+    others = {name: torch.from_numpy(rows[name]) for name in names}
     return clip_tensors(rows) | tokens | others
 
 

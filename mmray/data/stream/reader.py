@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -23,7 +24,7 @@ from mmray.data.store.mixture import PreparedMixture, read_each_when_mounted
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Media, Row, hash_key
 from mmray.data.stream.block_fetcher import BlockFetcher
-from mmray.data.stream.blocks import NO_LABEL, Block
+from mmray.data.stream.blocks import NO_LABEL, TEACHER_COLUMNS, Block
 from mmray.data.stream.order import (
     PADDING,
     SamplePlan,
@@ -184,6 +185,43 @@ class SetReader(ABC):
         return stored, "temporary", "readable at the second attempt"
 
 
+@dataclass(frozen=True)
+class Teacher:
+    """Embeddings of the rows of a set by another model, which `mmray score` stored.
+
+    Args:
+        image_column: Column with the embedding of the image.
+        text_column: Column with the embeddings of the captions.
+        width: Dimensions of an embedding.
+        logit_scale: Factor of its cosines in its own loss.
+    """
+
+    image_column: str
+    text_column: str
+    width: int
+    logit_scale: float
+
+    def embeddings(
+        self, prepared: PreparedSet | PreparedMixture, row_ids: np.ndarray, texts: Sequence[int]
+    ) -> Block:
+        """Return `teacher_image`, times the logit scale, and `teacher_text`, float32 [R, D]; 0 for
+        a row without embeddings.
+
+        Args:
+            row_ids: Numbers of the rows int64 [R]; PADDING for no row.
+            texts: Index of the caption of each row.
+        """
+        image, text = np.zeros((2, len(row_ids), self.width), np.float32)
+        stored = np.flatnonzero(row_ids != PADDING)
+        values = prepared.columns(row_ids[stored], (self.image_column, self.text_column))
+        for index, value in zip(stored.tolist(), values, strict=True):
+            captions = value[self.text_column]
+            if value[self.image_column] is not None and len(captions):
+                image[index] = value[self.image_column]
+                text[index] = captions.reshape(-1, self.width)[texts[index]]
+        return dict(zip(TEACHER_COLUMNS, (self.logit_scale * image, text), strict=True))
+
+
 class RowReader(SetReader):
     """Reads rows of a prepared set as inputs of a model that takes one image or one clip a row.
 
@@ -193,6 +231,7 @@ class RowReader(SetReader):
         max_pixels: Maximum width x height of an image before it is resized.
         augment: The `augment` section; None for none.
         function: Name of the user's function that is applied after `augment`, `data.augment`.
+        teacher: Embeddings of the rows by another model; None: none.
     """
 
     def __init__(
@@ -203,8 +242,10 @@ class RowReader(SetReader):
         max_pixels: int,
         augment: Augment | None = None,
         function: str | None = None,
+        teacher: Teacher | None = None,
     ):
         super().__init__(prepared, max_pixels)
+        self.teacher = teacher
         self.inputs = _to_namespace(inputs)
         self.augment = None
         if augment is not None and (augment.is_active or function is not None):
@@ -243,10 +284,10 @@ class RowReader(SetReader):
 
         Returns:
             The columns of `row_columns`; `input_ids` int32 [R, T], padded on the right, and
-            `num_tokens` int32 [R]; `image` uint8 [R, 3, S, S], unless the model takes clips; and
-            those of its ClipColumns.
+            `num_tokens` int32 [R]; `image` uint8 [R, 3, S, S], unless the model takes clips; those
+            of its ClipColumns; and TEACHER_COLUMNS, if there is a teacher.
         """
-        rows, _, pass_index, row_hash = self.read_rows(plan, positions)
+        rows, row_ids, pass_index, row_hash = self.read_rows(plan, positions)
         uniforms = (
             hash_uniform(plan.seed, pass_index, row_hash, NUM_CLIP_UNIFORMS)
             if self.augment or self.clips is not None
@@ -274,6 +315,8 @@ class RowReader(SetReader):
                 valid[index] = True
         if pixels is not None:
             pixels[~valid] = 0
+        if self.teacher is not None:
+            columns |= self.teacher.embeddings(self.prepared, row_ids, chosen)
         input_ids, num_tokens = self.encoder.encode(texts)
         return (
             {

@@ -21,7 +21,6 @@ from mmray.data.media.clips import full_span
 from mmray.data.media.decode import BadMedia, read_audio, read_frames
 from mmray.data.store.mixture import PreparedMixture
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.store.shard_table import MappedArray
 from mmray.data.store.stored_row import Media, Row
 from mmray.data.stream.blocks import Block
 from mmray.data.stream.order import SamplePlan, hash_uniform
@@ -54,25 +53,30 @@ class ReferenceLogProbs:
 
     Args:
         column: Value of `objective.reference`.
-        chosen: Those of the chosen answers, float64 by number of the row, NaN for a row without
-            one; None: the model computes them without its adapters.
-        rejected: Those of the rejected answers.
         weights: The weights of the reference model, for messages.
         digest: `hash_weights` of the reference model.
     """
 
     column: str
-    chosen: MappedArray | None = None
-    rejected: MappedArray | None = None
     weights: str = ""
     digest: str = ""
 
-    def of_rows(self, row_ids: np.ndarray) -> np.ndarray:
-        """Return the log-probabilities of rows, float64 [R, 2]; PADDING is any row."""
-        if self.chosen is None or self.rejected is None:
+    @property
+    def is_stored(self) -> bool:
+        """Whether they are columns of the set; otherwise the model computes them without its
+        adapters.
+        """
+        return self.column != ADAPTERS_OFF
+
+    def of_rows(self, prepared: PreparedSet | PreparedMixture, row_ids: np.ndarray) -> np.ndarray:
+        """Return the log-probabilities of the chosen and the rejected answers of rows, float64 [R,
+        2], NaN for a row without them; PADDING is any row.
+        """
+        if not self.is_stored:
             return np.full((len(row_ids), 2), np.nan)
-        numbers = np.maximum(row_ids, 0)
-        return np.stack([self.chosen[numbers], self.rejected[numbers]], axis=1)
+        names = (f"{self.column}_chosen", f"{self.column}_rejected")
+        values = prepared.columns(np.maximum(row_ids, 0), names)
+        return np.array([[row[name] for name in names] for row in values], np.float64)
 
 
 class ConversationReader(SetReader):
@@ -142,6 +146,8 @@ class ConversationReader(SetReader):
         chosen = self.choose_texts(plan, rows, num_texts, pass_index, row_hash)
         # Where frames are in their intervals.
         phases = hash_uniform(plan.seed, pass_index, row_hash, 1)[:, 0].tolist()
+        if self.references is not None:
+            references = self.references.of_rows(self.prepared, row_ids)
         # A column of bytes, because the columns of a block of Ray have equal lengths.
         records = np.full(len(rows), b"", object)
         num_tokens = np.zeros(len(rows), np.int32)
@@ -152,10 +158,9 @@ class ConversationReader(SetReader):
                 except (BadImage, RowError):
                     continue
                 if self.references is not None:
-                    [reference] = self.references.of_rows(row_ids[index : index + 1])
-                    if self.references.chosen is not None and np.isnan(reference).any():
+                    if self.references.is_stored and np.isnan(references[index]).any():
                         continue
-                    encoded = replace(encoded, reference=reference)
+                    encoded = replace(encoded, reference=references[index])
                 records[index] = _pack_row(encoded)
                 num_tokens[index] = sum(len(each.input_ids) for each in encoded.conversations)
         return row_columns(rows, row_hash, positions, num_tokens > 0) | {
@@ -169,10 +174,8 @@ class ConversationReader(SetReader):
         row, reason, detail = super().explain_bad_row(row_id, decoder)
         if reason == "temporary" and self.references is not None:
             column = self.references.column
-            if (
-                self.references.chosen
-                and np.isnan(self.references.of_rows(np.array([row_id]))).any()
-            ):
+            values = self.references.of_rows(self.prepared, np.array([row_id]))
+            if self.references.is_stored and np.isnan(values).any():
                 return row, "reference", f"column {column}: `mmray score` wrote no value"
         return row, reason, detail
 
