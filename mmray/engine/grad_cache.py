@@ -18,6 +18,8 @@ from mmray.engine.collectives import Group
 from mmray.engine.prefetch import LocalBatch
 from mmray.engine.run_state import TrainState
 from mmray.objectives.protocol import (
+    ROW_COUNTS,
+    ROW_LOSSES,
     Batch,
     HardNegativeMining,
     ObjectiveParts,
@@ -57,6 +59,9 @@ class GradCache:
         means: `loss` and the objective's metrics: this rank's part of the mean over the global
             batch, so that the mean is the sum over ranks.
         scalars: Scalar outputs of the last micro-batch by name, without graph.
+        by_source: This rank's part of three sums for each set of a mixture, float64 [3, S]: the
+            losses of its rows, NaN if an objective has no losses by row; their counts; and the
+            norms of the gradients of the global loss at the embeddings of its rows.
     """
 
     micro_batches: list[Batch]
@@ -66,6 +71,20 @@ class GradCache:
     gradients: list[Outputs] = field(default_factory=list)
     means: dict[str, Tensor] = field(default_factory=dict)
     scalars: Outputs = field(default_factory=dict)
+    by_source: Tensor = field(default_factory=lambda: torch.zeros(3, 0))
+
+    def add_rows(self, losses: Tensor | None, counts: Tensor, rows: Batch) -> None:
+        """Add the losses [B] of rows and their counts [B] to `by_source`.
+
+        Args:
+            losses: None: they are not known.
+            rows: Their columns `valid` and `source`.
+        """
+        valid = rows["valid"]
+        if losses is None:
+            losses = counts.new_full(counts.shape, torch.nan, dtype=torch.float64)
+        values = torch.stack([torch.where(valid, each, 0).double() for each in (losses, counts)])
+        self.by_source[:2].index_add_(1, rows["source"], values)
 
     def add_means(self, sums: Mapping[str, Tensor], counts: Tensor) -> None:
         """Add this rank's part of mean losses and metrics to `means` of this object.
@@ -111,6 +130,12 @@ class GradCache:
             gradients += [self.gradients[index][name] for name in names]
         if parts.local_loss is not None:
             loss_sum, _, metrics = parts.local_loss.compute_loss(outputs, self.micro_batches[index])
+            row_losses = metrics.pop(ROW_LOSSES, None)
+            counts = metrics.pop(ROW_COUNTS, self.micro_batches[index]["valid"])
+            if self.by_source.shape[1]:
+                # The global loss has counted the rows.
+                counts = counts if parts.global_loss is None else torch.zeros_like(counts)
+                self.add_rows(row_losses, counts, self.micro_batches[index])
             self.add_means({"loss": loss_sum, **metrics}, self.local_counts)
             tensors.append(_weighted(loss_sum, self.local_weights))
             gradients.append(None)
@@ -147,6 +172,7 @@ def build_grad_cache(
         local_counts=local_counts,
         local_weights=state.scaler.scale(group.world_size / local_counts),
         stop_requests=stop_requests,
+        by_source=global_counts.new_zeros(3, batch.num_sources),
     )
     if parts.mining_loss is not None:
         inputs = gather_negative_inputs(group, parts.mining_loss, batch)
@@ -157,6 +183,13 @@ def build_grad_cache(
         weights = state.scaler.scale(group.world_size / global_counts)
         loss = _global_loss(state, batch, embeddings, gathered, weights)
         cache.gradients = _split_by_micro_batch(loss.gradients, batch.micro_batches)
+        row_losses = loss.metric_sums.pop(ROW_LOSSES, None)
+        if batch.num_sources:
+            rows = {name: _concatenate(batch.micro_batches, name) for name in ("valid", "source")}
+            cache.add_rows(row_losses, rows["valid"], rows)
+            squares = [each.square().sum(1) for each in loss.gradients.values() if each.ndim == 2]
+            norms = torch.where(rows["valid"], torch.stack(squares).sum(0).sqrt(), 0).double()
+            cache.by_source[2].index_add_(0, rows["source"], norms)
         cache.add_means({"loss": loss.loss_sum, **loss.metric_sums}, global_counts)
     return cache
 

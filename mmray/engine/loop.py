@@ -26,6 +26,7 @@ from mmray.engine.metrics.meters import (
     padding_fractions,
     reduce_over_ranks,
     rows_sha,
+    source_metrics,
 )
 from mmray.engine.metrics.timers import Throughput
 from mmray.engine.metrics.writers import Metrics, profile_steps
@@ -228,14 +229,15 @@ class Trainer:
         spec = self.spec
         meter = self.meter
         step = self.progress.step - 1
-        local_sums = [*result.means.values(), *meter.token_counts]
+        by_source = result.by_source.flatten()
+        local_sums = [*result.means.values(), *meter.token_counts, *by_source]
         local = meter.compute()
         for callback in spec.callbacks:
             if hasattr(callback, "compute_metrics"):
                 local |= callback.compute_metrics(step + 1)
         sums, reduced = reduce_over_ranks(spec.group, local_sums, local)
         means = dict(zip(result.means, sums, strict=False))
-        token_counts = sums[len(means) :]
+        token_counts = sums[len(means) : len(sums) - len(by_source)]
         meter.token_counts.zero_()
         metrics: Metrics = {
             "step": step + 1,
@@ -251,6 +253,7 @@ class Trainer:
         metrics["train/skipped_steps"] = self.progress.skipped
         metrics["batch/micro"] = self.spec.batch_shape.micro_batch_size
         metrics |= padding_fractions(token_counts)
+        metrics |= source_metrics(spec.sources, sums[len(sums) - len(by_source) :])
         return metrics | spec.static_metrics | reduced
 
     def _evaluate(self) -> Metrics:

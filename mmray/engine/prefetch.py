@@ -66,6 +66,8 @@ class LocalBatch:
         sizes: Rows of each micro-batch including invalid ones; equal on every rank.
         token_counts: Numbers of caption tokens, samples and frames, for the padding metrics.
         wait_s: Seconds that the step waited for the batch.
+        num_sources: Sets of the mixture, whose number for each row is the column `source` int64
+            [B]; 0: a single set, without this column.
     """
 
     micro_batches: list[Batch]
@@ -74,6 +76,7 @@ class LocalBatch:
     sizes: tuple[int, ...]
     token_counts: TokenCounts
     wait_s: float = 0.0
+    num_sources: int = 0
 
     @property
     def rows(self) -> int:
@@ -200,7 +203,9 @@ def _checked_batches(
             actual = np.sort(actual)
             expected = np.sort(expected)
         check_positions(actual, expected, step, rank)
-        yield make_local_batch(micro_batches)
+        for micro_batch in micro_batches if plan.components else ():
+            micro_batch["source"] = torch.from_numpy(plan.sources_at(micro_batch["pos"].numpy()))
+        yield replace(make_local_batch(micro_batches), num_sources=len(plan.components))
 
 
 def check_positions(actual: np.ndarray, expected: np.ndarray, step: int, rank: int) -> None:

@@ -108,6 +108,7 @@ class TrainSpec:
             with a checkpoint.
         interrupt_stream: Called without arguments; ends the stream of rows, also for a thread that
             waits for its next rows.
+        sources: Names of the sets of a mixture; empty for a single set.
     """
 
     model: nn.Module
@@ -128,6 +129,7 @@ class TrainSpec:
     heartbeat: HeartbeatState = field(default_factory=HeartbeatState)
     stop: Callable[[], bool] = lambda: False
     interrupt_stream: Callable[[], None] = lambda: None
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -36,12 +36,14 @@ class StepResult:
         grad_norm: Norm of the gradients before clipping. If it is not finite, no rank applied the
             update.
         stop: Whether some rank requested the end of the run after this step.
+        by_source: `GradCache.by_source`.
     """
 
     means: dict[str, Tensor]
     scalars: dict[str, Tensor]
     grad_norm: float
     stop: bool
+    by_source: Tensor
 
     @property
     def is_finite(self) -> bool:
@@ -177,7 +179,7 @@ def apply_update(state: TrainState, cache: GradCache) -> StepResult:
         as_model(state.module).clamp_parameters()
     state.scaler.update()
     zero_gradients(state)
-    return StepResult(cache.means, cache.scalars, norm, stop_requests > 0)
+    return StepResult(cache.means, cache.scalars, norm, stop_requests > 0, cache.by_source)
 
 
 def zero_gradients(state: TrainState) -> None:

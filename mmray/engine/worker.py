@@ -140,6 +140,7 @@ def train_worker(
         profile_path=profile_path,
         static_metrics=memory_table,
         heartbeat=driver.heartbeat,
+        sources=tuple(getattr(context.reader.prepared, "names", ())),
     )
     with (
         _closing(log, checkpoints, driver.heartbeat),

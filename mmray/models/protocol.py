@@ -16,6 +16,10 @@ from torch import Tensor, nn
 from mmray.data.stream.collate import Batch
 
 Outputs = dict[str, Tensor]  # by name, with a row for each sample, or a scalar
+# Each row's part in the sum of a loss, and in its count: outputs of a model that computes its loss,
+# and metrics of objectives.
+ROW_LOSSES = "row_losses"
+ROW_COUNTS = "row_counts"
 
 
 class HeadScores(NamedTuple):

@@ -14,6 +14,7 @@ from mmray import plugins
 from mmray.builtin import OBJECTIVES
 from mmray.errors import UsageError
 from mmray.objectives.protocol import (
+    ROW_LOSSES,
     Batch,
     HardNegativeMining,
     LossSums,
@@ -128,10 +129,15 @@ class WeightedSum:
         elsewhere. If an earlier term has a metric of the same name, `_TERM` is appended.
         """
         losses = []
+        counts = []
+        row_losses = []
         metric_sums = {}
         for index, term in enumerate(self._terms):
-            loss, _, sums = term.objective.compute_loss(outputs, batch, gathered)
+            loss, count, sums = term.objective.compute_loss(outputs, batch, gathered)
             losses.append(term.weight * loss)
+            counts.append(count)
+            if ROW_LOSSES in sums:
+                row_losses.append(term.weight * sums.pop(ROW_LOSSES))
             for name, value in {f"loss_{term.name}": loss.detach(), **sums}.items():
                 # an earlier term has this metric too
                 key = f"{name}_{term.name}" if name in metric_sums else name
@@ -139,7 +145,9 @@ class WeightedSum:
                     len(self._terms), dtype=value.dtype, device=value.device
                 )
                 metric_sums[key][index] = value
-        return torch.stack(losses), self.count(batch), metric_sums
+        if len(row_losses) == len(self._terms):
+            metric_sums[ROW_LOSSES] = torch.stack(row_losses).sum(dim=0)
+        return torch.stack(losses), torch.stack(counts), metric_sums
 
     def sample_hard_negatives(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]

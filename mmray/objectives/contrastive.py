@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmray.objectives.protocol import (
+    ROW_LOSSES,
     Batch,
     LossSums,
     MetricSums,
@@ -100,15 +101,17 @@ class Contrastive(RowLoss):
         lowest = torch.finfo(to_text.dtype).min
         excluded = to_text.new_zeros(len(columns)).masked_fill(~columns, lowest)
         losses = [
-            F.cross_entropy(logits + excluded, targets, reduction="sum", ignore_index=IGNORED)
+            F.cross_entropy(logits + excluded, targets, reduction="none", ignore_index=IGNORED)
             for logits in (to_text, to_image)
         ]
+        sums = [each.sum() for each in losses]
         query, gallery = self.modalities
         metric_sums = {
-            f"loss_{query}_to_{gallery}": losses[0].detach(),
-            f"loss_{gallery}_to_{query}": losses[1].detach(),
+            f"loss_{query}_to_{gallery}": sums[0].detach(),
+            f"loss_{gallery}_to_{query}": sums[1].detach(),
+            ROW_LOSSES: (losses[0] + losses[1]).detach() / 2,
         }
-        return (losses[0] + losses[1]) / 2, self.count(batch), metric_sums
+        return (sums[0] + sums[1]) / 2, self.count(batch), metric_sums
 
 
 class PairContrastive(Contrastive):
@@ -223,6 +226,7 @@ class Sigmoid(RowLoss):
         return total, {
             "loss_positive": positive_sum.detach(),
             "loss_negative": (total - positive_sum).detach(),
+            ROW_LOSSES: losses.detach().sum(dim=1),
         }
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmray.data.stream.blocks import NO_LABEL
-from mmray.objectives.protocol import Batch, LossSums, Outputs, at_least_float32
+from mmray.objectives.protocol import ROW_LOSSES, Batch, LossSums, Outputs, at_least_float32
 
 IGNORE_INDEX = -100  # class of a position where nothing is predicted, as in torch
 
@@ -42,9 +42,10 @@ class Classification:
         logits = at_least_float32(outputs["class_logits"])
         # keeps a NaN of padding out of the gradient
         logits = torch.where(counted[:, None], logits, 0)
-        loss = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        losses = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")
         correct = (counted & (logits.argmax(dim=1) == targets)).sum()
-        return loss, counted.sum(), {"class_accuracy": correct.to(loss.dtype)}
+        sums = {"class_accuracy": correct.to(losses.dtype), ROW_LOSSES: losses.detach()}
+        return losses.sum(), counted.sum(), sums
 
 
 def _has_target(batch: Batch) -> Tensor:

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from mmray.errors import UsageError
 from mmray.objectives.contrastive import mask_invalid
-from mmray.objectives.protocol import Batch, LossSums, Outputs, RowLoss, at_least_float32
+from mmray.objectives.protocol import (
+    ROW_LOSSES,
+    Batch,
+    LossSums,
+    Outputs,
+    RowLoss,
+    at_least_float32,
+)
 
 
 class TeacherLoss(RowLoss):
@@ -58,8 +65,9 @@ class Distillation(TeacherLoss):
             gathered = {**outputs, "valid": batch["valid"]}
         local = batch["valid"] & _has_teacher(outputs)
         remote = gathered["valid"] & _has_teacher(gathered)
-        lowest = torch.finfo(at_least_float32(outputs["image_embed"]).dtype).min
-        excluded = torch.where(remote, 0.0, lowest)
+        dtype = at_least_float32(outputs["image_embed"]).dtype
+        lowest = torch.finfo(dtype).min
+        excluded = torch.zeros_like(remote, dtype=dtype).masked_fill(~remote, lowest)
 
         def log_softmax(row: str, column: str) -> Tensor:
             logits = mask_invalid(outputs[row], local) @ mask_invalid(gathered[column], remote).T
@@ -67,13 +75,13 @@ class Distillation(TeacherLoss):
                 logits = outputs["logit_scale"].to(logits.dtype) * logits
             return F.log_softmax(logits + excluded.to(logits.dtype), dim=1)
 
-        total = outputs["logit_scale"].new_zeros(())
+        total = torch.zeros_like(local, dtype=excluded.dtype)
         for query, gallery in (("image", "text"), ("text", "image")):
             student = log_softmax(f"{query}_embed", f"{gallery}_embed")
             teacher = log_softmax(f"teacher_{query}", f"teacher_{gallery}").detach()
             losses = F.kl_div(student, teacher, reduction="none", log_target=True).sum(dim=1)
-            total = total + torch.where(local, losses, 0).sum() / 2
-        return total, local.sum(), {}
+            total = total + torch.where(local, losses, 0) / 2
+        return total.sum(), local.sum(), {ROW_LOSSES: total.detach()}
 
 
 class FeatureDistillation(TeacherLoss):
@@ -109,8 +117,8 @@ class FeatureDistillation(TeacherLoss):
                     f"--model.embed-dim {teacher.shape[1]}, or use objective distillation"
                 )
             cosines.append((student * teacher).sum(dim=1))
-        losses = 1 - (cosines[0] + cosines[1]) / 2
-        return torch.where(counted, losses, 0).sum(), counted.sum(), {}
+        losses = torch.where(counted, 1 - (cosines[0] + cosines[1]) / 2, 0)
+        return losses.sum(), counted.sum(), {ROW_LOSSES: losses.detach()}
 
 
 def _has_teacher(columns: dict[str, Any]) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mmray.objectives.protocol import Batch, LossSums, Outputs
+from mmray.objectives.protocol import ROW_COUNTS, ROW_LOSSES, Batch, LossSums, Outputs
 
 
 class LanguageModelling:
@@ -41,4 +41,5 @@ class LanguageModelling:
         """Return the loss that the model computed, with the number of its target tokens."""
         loss_sum = outputs["loss_sum"]
         sums = {"token_accuracy": outputs["num_correct"].to(loss_sum.dtype)}
+        sums |= {name: outputs[name] for name in (ROW_LOSSES, ROW_COUNTS) if name in outputs}
         return loss_sum, self.count(batch), sums

@@ -12,7 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmray.objectives.protocol import Batch, LossSums, Outputs, RowLoss, at_least_float32
+from mmray.objectives.protocol import (
+    ROW_LOSSES,
+    Batch,
+    LossSums,
+    Outputs,
+    RowLoss,
+    at_least_float32,
+)
 
 NO_NEGATIVE = -1
 # splitmix64's constants, signed
@@ -73,7 +80,8 @@ class Matching(RowLoss):
             has_negative, F.softplus(negative), 0
         )
         correct = (valid & (match > 0)).sum() + (has_negative & (negative <= 0)).sum()
-        return losses.sum() / 2, self.count(batch), {"match_accuracy": correct.to(losses.dtype) / 2}
+        sums = {"match_accuracy": correct.to(losses.dtype) / 2, ROW_LOSSES: losses.detach() / 2}
+        return losses.sum() / 2, self.count(batch), sums
 
     def sample_hard_negatives(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from mmray.data.stream.collate import Batch
+from mmray.models.protocol import ROW_COUNTS as ROW_COUNTS
+from mmray.models.protocol import ROW_LOSSES as ROW_LOSSES
 from mmray.models.protocol import Outputs
 
 MetricSums = dict[str, Tensor]
@@ -76,7 +78,9 @@ class Objective(Protocol):
 
         Returns:
             The loss sum, its denominator (the number of valid rows or target tokens), and the sums
-            of further metrics by name. Each is a scalar tensor.
+            of further metrics by name. Each is a scalar tensor. ROW_LOSSES among the metrics, the
+            part of each row in the loss sum [B], gives the loss of each source of a mixture; and
+            ROW_COUNTS [B] its part in the denominator, if that is no number of valid rows.
         """
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmray.engine.metrics.table import EVALUATE, LOSS_CHART, METRICS, is_own
+from mmray.engine.metrics.table import EVALUATE, LOSS_CHART, METRICS, SOURCE, is_own
 from mmray.evaluation import DIRECTIONS
 from mmray.report.run import RunRecord, scores_by_set
 from mmray.report.sweep import SweepRecord
@@ -132,7 +132,11 @@ def _metric_curves(run: RunRecord, prefixes: dict[str, str]) -> dict[str, dict[s
     shown = [(name, info.chart, info.line) for name, info in METRICS.items() if info.chart]
     for name in filter(is_own, dict.fromkeys(name for line in run.lines for name in line)):
         title = LOSS_CHART if name.startswith("train/loss_") else name  # a term of the objective
-        shown.append((name, title, name.rpartition("/")[2].replace("_", " ")))
+        legend = name.rpartition("/")[2].replace("_", " ")
+        if name.startswith(SOURCE):
+            title = f"{legend.capitalize()} by source"
+            legend = name.split("/")[1]
+        shown.append((name, title, legend))
     charts: dict[str, dict[str, Trace]] = {}
     colors = cycle((BLUE, TEAL, ROSE, ORANGE))
     for name, title, legend in shown:

@@ -38,7 +38,7 @@ from mmray.engine.parallel.device_defaults import resolve_auto
 from mmray.engine.parallel.transforms import compile_branches
 from mmray.engine.precision import Precision, micro_seed, select_precision
 from mmray.engine.prefetch import make_local_batch
-from mmray.engine.step import forward_micro_batch, optimizer_step
+from mmray.engine.step import accumulate_gradients, forward_micro_batch, optimizer_step
 from mmray.errors import OutOfMemoryError, UsageError
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
@@ -347,6 +347,18 @@ def oom_error(group: Group, point: str, **settings: Any) -> dict[str, Any]:
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 
 
+def sources(group: Group) -> torch.Tensor:
+    """The sums of the sets of a mixture over all ranks, in which each rank averages gradients."""
+    kind = "sigmoid + 0.5 * contrastive + 0.5 * matching"
+    rows = toy.rows(ROWS, 0, INVALID)
+    rows["source"] = torch.arange(ROWS) % 3
+    batch = make_local_batch(toy.cut(rows_of_rank(rows, group), 4))
+    state = toy.train_state(toy.Toy(kind=kind).double(), group, toy.objective(kind))
+    cache = accumulate_gradients(state, replace(batch, num_sources=3), lambda index: 0)
+    scale = torch.tensor([[1], [1], [1 / group.world_size]], dtype=torch.float64)
+    return group.all_reduce_sum(cache.by_source * scale)
+
+
 def collectives_of_a_step(group: Group) -> dict[str, list[str]]:
     """Collectives of a step in order, except those of DDP."""
     results = {}
@@ -550,6 +562,7 @@ SCENARIOS = (
     stopped_loop,
     overflow,
     collectives_of_a_step,
+    sources,
     strategies,
     sharded_bf16,
     oom_in_synchronizing_backward,

@@ -116,6 +116,12 @@ def test_loop_on_two_ranks_takes_steps_of_one_rank(two):
     assert 0.1 < padding < 0.9 and lines[0]["batch/padding"] == pytest.approx(padding)
 
 
+def test_sums_by_source_are_those_of_one_process(two):
+    expected = ranks.sources(Group())
+    for result in two:
+        torch.testing.assert_close(result["sources"], expected, rtol=0, atol=1e-9)
+
+
 def test_step_has_one_reduction_of_counts_and_outputs(two):
     """The counts are reduced with the outputs, if all of the loss needs them."""
     for result in two:

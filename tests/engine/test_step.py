@@ -5,6 +5,7 @@ temperature.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -30,6 +31,7 @@ KINDS = (
     "contrastive + 0.1 * classification",
     "contrastive + 0.5 * matching + 0.25 * classification",
     "sigmoid + 0.5 * contrastive",
+    "contrastive + 2 * distillation + 0.5 * feature_distillation",
 )
 
 
@@ -73,6 +75,39 @@ def test_accumulated_step_equals_reference_in_float64(accumulation: int, dropout
     weights = train(toy.Toy(dropout, kind=kind).double(), micro, objective=toy.objective(kind))
     expected = train_reference(kind, micro if dropout else ROWS, dropout)
     toy.assert_equal_weights(weights, expected, toy.flat(toy.Toy(kind=kind).double()))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "0.5 * contrastive"])
+def test_losses_and_gradients_of_sources_are_those_of_the_full_batch(kind: str):
+    rows = toy.rows(ROWS, 0, INVALID)
+    source = torch.arange(ROWS) % 3
+    rows["source"] = source
+    tables = []
+    for micro in (ROWS, 4):
+        batch = replace(make_local_batch(toy.cut(rows, micro)), num_sources=3)
+        state = toy.train_state(toy.Toy(kind=kind).double(), objective=toy.objective(kind))
+        cache = accumulate_gradients(state, batch, lambda index: 0)
+        tables.append(cache.by_source)
+    losses, counts, norms = tables[0]
+    torch.testing.assert_close(tables[1], tables[0], rtol=0, atol=1e-9)
+    assert counts.tolist() == source[rows["valid"]].bincount().tolist()
+    assert norms.any() == (kind not in ("matching", "classification"))
+    if "classification" not in kind and "distillation" not in kind:  # all rows count in all terms
+        assert losses.sum() / counts.sum() == pytest.approx(float(cache.means["loss"]), abs=1e-9)
+    if kind == "0.5 * contrastive":
+        outputs = toy.Toy().double()(rows)
+        valid = rows["valid"]
+        image, text = (outputs[name].detach()[valid] for name in ("image_embed", "text_embed"))
+        embeds = torch.cat([image, text], dim=1).requires_grad_()
+        image, text = embeds.split(toy.DIM, dim=1)
+        logits = outputs["logit_scale"].detach() * image @ text.T
+        each = -(logits.log_softmax(1) + logits.log_softmax(0)).diagonal() / 4
+        each.mean().backward()
+        for number in range(3):
+            own = source[valid] == number
+            assert losses[number] == pytest.approx(float(each[own].detach().sum()), abs=1e-9)
+            expected = embeds.grad[own].norm(dim=1).sum()
+            assert norms[number] == pytest.approx(float(expected), abs=1e-9)
 
 
 @pytest.mark.parametrize("accumulation", [2, 4, 8])

@@ -12,7 +12,7 @@ from torch import Tensor
 from mmray.engine.collectives import Group
 from mmray.engine.grad_cache import compute_pairwise_loss
 from mmray.objectives.contrastive import Contrastive, Sigmoid
-from mmray.objectives.protocol import split_objective
+from mmray.objectives.protocol import ROW_LOSSES, split_objective
 
 B, D = 7, 5
 ALONE = Group()
@@ -69,6 +69,7 @@ def test_loss_equals_the_formula_over_valid_rows(objective, formula, invalid) ->
     loss, count, parts = objective.compute_loss(outputs, batch_of(*invalid))
     expected = formula(again, [row for row in range(B) if row not in invalid])
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(parts.pop(ROW_LOSSES).sum(), loss.detach())
     # means of two directions; positive and negative pairs
     share = 0.5 if isinstance(objective, Contrastive) else 1
     torch.testing.assert_close(share * sum(parts.values()), loss.detach())

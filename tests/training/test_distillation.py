@@ -84,12 +84,17 @@ def test_run_distils_and_names_its_teacher(run, tmp_path):
     parts = [line[f"train/loss_{name}"] for name in Objective(kind=LOSSES).terms]
     assert parts[1] > 0 and parts[2] > 0
     assert line["train/loss"] == pytest.approx(parts[0] + 0.5 * parts[1] + 0.25 * parts[2])
+    shares = [line[f"source/{name}/gradient_share"] for name in ("set", "other")]
+    assert min(shares) > 0 and sum(shares) == pytest.approx(1)
+    losses = [line[f"source/{name}/loss"] for name in ("set", "other")]
+    assert min(losses) < line["train/loss"] < max(losses)
+    assert "Loss by source" in (result.path / "report.html").read_text()
     assert RunRecord(result.path).data["teacher"].startswith("clip_score ")
 
 
 def test_missing_and_unequal_teachers_are_refused(run, tmp_path):
     made = str(run.parent / "set")
-    make_set(tmp_path / "bare", [row(number) for number in range(8)])
+    make_set(tmp_path / "bare", [row(number) for number in range(ROWS)])
     with pytest.raises(DataError, match=r"mmray score \S+bare --weights TEACHER --embeddings"):
         resolve_run(student(tmp_path, tmp_path / "bare"), Silent())
     with pytest.raises(DataError, match=r"no embeddings `mine` of a teacher.*--name mine"):

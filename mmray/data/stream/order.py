@@ -293,6 +293,14 @@ class SamplePlan:
         """Return the first value of `row_ids_and_pass_indices_at`."""
         return self.row_ids_and_pass_indices_at(positions)[0]
 
+    def sources_at(self, positions: np.ndarray) -> np.ndarray:
+        """Return the number of the set from which each position takes a row, int64 [P];
+        any for PADDING.
+        """
+        row_ids, _ = self.row_ids_and_pass_indices_at(positions)
+        ends = np.cumsum([component.num_rows for component in self.components])
+        return np.searchsorted(ends, np.maximum(row_ids, 0), side="right").astype(np.int64)
+
     def row_ids_and_pass_indices_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return which row of the set each position takes, and how often that row was taken before.
 

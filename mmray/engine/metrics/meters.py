@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -123,6 +124,30 @@ def padding_fractions(token_counts: list[float]) -> Metrics:
         "batch/padding_video": (frames, padded_frames),
     }
     return {name: 1 - real / total for name, (real, total) in pairs.items() if total}
+
+
+def source_metrics(names: Sequence[str], by_source: list[float]) -> Metrics:
+    """Return the mean loss of each set of a mixture, and its share of the gradient.
+
+    Args:
+        names: Names of the S sets.
+        by_source: `GradCache.by_source` over all ranks, 3 x S numbers.
+
+    Returns:
+        `source/NAME/loss`, the mean over its rows in the step (or its target tokens), and
+        `source/NAME/gradient_share`, its part of the sum over rows of the norms of the gradients at
+        their embeddings. Without what is not known: the loss of a user's objective without
+        ROW_LOSSES, and the gradients of losses that do not compare rows.
+    """
+    size = len(names)
+    losses, counts, norms = (by_source[first : first + size] for first in (0, size, 2 * size))
+    metrics: Metrics = {}
+    for name, loss, count, norm in zip(names, losses, counts, norms, strict=True):
+        if count and not math.isnan(loss):
+            metrics[f"source/{name}/loss"] = loss / count
+        if sum(norms):
+            metrics[f"source/{name}/gradient_share"] = norm / sum(norms)
+    return metrics
 
 
 def rows_sha(keys: Tensor) -> str:

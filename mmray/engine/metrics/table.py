@@ -107,6 +107,7 @@ METRICS = {
     "gpu/memory_gib": MetricInfo("Memory in use on the GPU of rank 0.", "max"),
     "compile/graphs": MetricInfo("Graphs compiled so far, with those of the dry run.", "max"),
 }
+SOURCE = "source/"  # prefix of `loss` and `gradient_share` of each set of a mixture
 EVALUATE = "evaluate/"  # prefix of the scores of an evaluation, which sets and tasks name
 
 

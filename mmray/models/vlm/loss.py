@@ -15,7 +15,11 @@ CHUNK_BYTES = 64 << 20  # size of the float32 logits of a chunk
 
 
 def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, target_weights: Tensor
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    target_weights: Tensor,
+    losses: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of the losses of the targets, and how many have the largest logit.
 
@@ -27,6 +31,7 @@ def chunked_cross_entropy(
         weight: Weight of the output layer [V, H], for a vocabulary of V tokens.
         targets: Token ids, int64 [N].
         target_weights: Factors of the losses of the targets, float32 [N].
+        losses: Float32 [N], which gets the weighted loss of each target; None: not needed.
 
     Returns:
         The weighted sum of the cross-entropies, a scalar of at least float32, which can be
@@ -37,7 +42,7 @@ def chunked_cross_entropy(
     chunk = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
     needs_grad = torch.is_grad_enabled()
     loss, correct = _ChunkedCrossEntropy.apply(
-        hidden, weight, targets, target_weights, chunk, dtype, needs_grad
+        hidden, weight, targets, target_weights, losses, chunk, dtype, needs_grad
     )
     return loss, correct
 
@@ -84,6 +89,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         target_weights: Tensor,
+        losses: Tensor | None,
         chunk: int,
         dtype: torch.dtype,
         needs_grad: bool,
@@ -102,7 +108,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 states = hidden[rows].to(dtype)
                 logits = (states @ matrix.T).to(precise)
                 factors = target_weights[rows].to(precise)
-                loss += (factors * F.cross_entropy(logits, targets[rows], reduction="none")).sum()
+                weighted = factors * F.cross_entropy(logits, targets[rows], reduction="none")
+                loss += weighted.sum()
+                if losses is not None:
+                    losses[rows] = weighted.detach()
                 correct += (logits.argmax(dim=1) == targets[rows]).sum()
                 if grad_hidden is None and grad_weight is None:
                     continue
@@ -128,4 +137,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_hidden = grad_hidden * grad_loss.to(grad_hidden.dtype)
         if grad_weight is not None:
             grad_weight = (grad_weight * grad_loss).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None

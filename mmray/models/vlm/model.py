@@ -37,7 +37,14 @@ from mmray.data.vlm.families import (
 )
 from mmray.errors import UsageError
 from mmray.models import lora
-from mmray.models.protocol import PRETRAINED, Model, Outputs, WeightSource
+from mmray.models.protocol import (
+    PRETRAINED,
+    ROW_COUNTS,
+    ROW_LOSSES,
+    Model,
+    Outputs,
+    WeightSource,
+)
 from mmray.models.vlm.attention import PACKED_ATTENTION, PACKED_VISION_ATTENTION
 from mmray.models.vlm.loss import chunked_cross_entropy, chunked_log_probs
 from mmray.models.vlm.self_check import (
@@ -68,6 +75,7 @@ OTHER_COLUMNS = (
     "target_index",
     "target_weights",
     "reference",
+    "source",
 )
 
 
@@ -242,20 +250,36 @@ class Vlm(Model):
 
         Returns:
             Two scalars: `loss_sum`, the weighted sum of the cross-entropies, and `num_correct`
-            int64, the number of targets with the largest logit. Of dpo in their place
+            int64, the number of targets with the largest logit; for a mixture of sets also
+            `row_losses` and `row_counts`, those of the targets of each row, [R]. Of dpo
             `log_probs`, `reference_log_probs` and `num_targets`, [R, 2] for R chosen and rejected
             answers.
         """
         if "reference" in batch:
             return self._log_probs_of_pairs(batch)
         hidden = self.hidden_states(batch).flatten(0, 1)[batch["target_index"]]
+        losses = torch.zeros_like(batch["target_weights"])
         loss_sum, num_correct = chunked_cross_entropy(
             hidden,
             self.net.get_output_embeddings().weight,
             batch["targets"],
             batch["target_weights"],
+            losses,
         )
-        return {"loss_sum": loss_sum, "num_correct": num_correct}
+        outputs = {"loss_sum": loss_sum, "num_correct": num_correct}
+        return outputs | self._sum_by_row(batch, losses) if "source" in batch else outputs
+
+    def _sum_by_row(self, batch: Batch, losses: Tensor) -> Outputs:
+        """Return the sum of the losses [N] of the targets of each row, and the number of these
+        targets, float32 [R].
+        """
+        size = batch["cu_seqlens"][1:] if "cu_seqlens" in batch else batch["input_ids"]
+        sums = losses.new_zeros(2, len(size))
+        values = torch.stack([losses, torch.ones_like(losses)])
+        sums.index_add_(1, self._conversation_of(batch), values)
+        # Only valid rows have a conversation.
+        of_row = (batch["valid"].cumsum(0) - 1).clamp(min=0)
+        return dict(zip((ROW_LOSSES, ROW_COUNTS), sums[:, of_row], strict=True))
 
     def _log_probs_of_pairs(self, batch: Batch) -> Outputs:
         reference = batch["reference"]

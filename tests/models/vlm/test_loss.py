@@ -21,7 +21,10 @@ def test_loss_and_gradients_equal_those_of_all_logits(size, monkeypatch):
     expected = (weights * F.cross_entropy(logits, targets, reduction="none")).sum()
     gradients = torch.autograd.grad(3 * expected, [hidden, weight])
     monkeypatch.setattr(module, "CHUNK_BYTES", 4 * 11 * 3)  # three rows
-    loss, correct = chunked_cross_entropy(hidden, weight, targets, weights)
+    losses = torch.zeros(size)
+    loss, correct = chunked_cross_entropy(hidden, weight, targets, weights, losses)
+    each = weights * F.cross_entropy(logits, targets, reduction="none")
+    torch.testing.assert_close(losses, each.detach().float())
     assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
     assert int(correct) == int((logits.argmax(dim=1) == targets).sum())
     for own, plain in zip(torch.autograd.grad(3 * loss, [hidden, weight]), gradients, strict=True):

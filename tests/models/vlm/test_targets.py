@@ -97,6 +97,13 @@ def assert_loss_of_last_answer(weights, rows):
     batch = model.collator()(encoded)
     with torch.no_grad():
         packed_loss = model(batch)["loss_sum"].item()
+        # a row that is not valid has no conversation
+        valid = torch.tensor([False] + [True] * len(rows))
+        by_row = model(batch | {"valid": valid, "source": torch.zeros(len(valid))})
+        alone = [model(model.collator()([row]))["loss_sum"].item() for row in encoded]
+        assert by_row["row_losses"][1:].tolist() == pytest.approx(alone, rel=1e-5)
+        counts = [int((row.loss_weights[1:] != 0).sum()) for row in encoded]
+        assert by_row["row_counts"][1:].tolist() == counts
     model.packed = False
     processor = AutoProcessor.from_pretrained(weights)
     of_images = processor.tokenizer.convert_tokens_to_ids(
