@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from safetensors.torch import load_file
 from torch.nn.attention import varlen
 
 import mmray
@@ -226,6 +227,25 @@ def test_exported_adapters_open_in_peft_and_answer(family, train, folder_of, tmp
     export_vlm(lora.merge_adapters(model), spec, tmp_path / "export")
     exported = AutoModelForMultimodalLM.from_pretrained(tmp_path / "export")
     assert loss_of(plain, exported) == pytest.approx(expected, rel=1e-5)
+
+
+@FAMILIES
+def test_export_has_the_names_and_shapes_of_its_source(family, folder_of, tmp_path):
+    """Programs such as vLLM open it by them."""
+    source = folder_of(family)
+    out = export_vlm(Vlm(settings(source)), {}, tmp_path / "out")
+    shapes = [
+        {
+            name: tuple(weight.shape)
+            for file in folder.glob("*.safetensors")
+            for name, weight in load_file(file).items()
+        }
+        for folder in (source, out)
+    ]
+    assert shapes[0] == shapes[1] and len(shapes[0]) > 10
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (source, out)]
+    for name in ("model_type", "architectures"):
+        assert configs[0][name] == configs[1][name]
 
 
 def test_bare_parameter_needs_a_merged_export(folder_of, tmp_path):
