@@ -253,7 +253,9 @@ def backward(
             raise RuntimeError(
                 f"{node.name()} on {expected.device} gets a gradient on {gradient.device}"
             )
-        gradient = gradient.sum_to_size(expected.shape).to(expected.dtype)
+        if gradient.shape != expected.shape:
+            gradient = gradient.sum_to_size(expected.shape)
+        gradient = gradient.to(expected.dtype)
         slots = pending.setdefault(node, [None] * len(node._input_metadata))
         before = slots[slot]
         slots[slot] = summed[edge] = gradient if before is None else before + gradient
