@@ -77,6 +77,7 @@ FAULTS = {
     "link of the head down for 20 s": link("head", 20, max_repeated=0, steps=STEPS),
     "link of the head down for 20 s, watched": link("head", 20, max_repeated=0),
     "link of the head down for 30 s": link("head", 30),
+    "link of the head down for 150 s": link("head", 150, steps=240),
     "link of a rank down for 20 s": link("one", 20, max_repeated=0, steps=STEPS),
     "link of a rank down for 150 s": link("one", 150, steps=STEPS),
     "workers of a host stopped for 20 s": stopped("one", 20, max_repeated=0, steps=STEPS),
@@ -86,7 +87,7 @@ FAST = "link of the head down for 20 s"
 
 def settings(fault):
     """A run of two ranks in double precision, with half a second and more for each step."""
-    pause = "Slower" if fault.steps == WATCHED_STEPS else "Slowly"
+    pause = "Slower" if fault.steps > STEPS else "Slowly"
     wanted = config(
         SHARED / "set",
         SHARED / "runs",
