@@ -273,6 +273,11 @@ class Evaluate(EvalSettings):
     """Metrics on held-out rows and their interval."""
 
     every: int = Field(0, ge=0, description="Steps between evaluations; 0: only at the end.")
+    where: Literal["training", "beside"] = Field(
+        "training",
+        description="`training`: on the workers, between two steps; `beside`: each checkpoint, in "
+        "tasks of Ray on a free GPU or on nodes for data, while training continues.",
+    )
 
     def outside_run(self, data: str | None) -> EvalSettings:
         """Return the settings of an evaluation by `mmray evaluate`, which has no `every`."""

@@ -382,7 +382,7 @@ def _evaluate_fn(
     driver: DriverHandle,
     log: MetricsLog | None,
 ) -> Callable[[int, nn.Module], dict[str, float]] | None:
-    if not context.eval_sets:
+    if not context.eval_sets or context.config.evaluate.where == "beside":
         return None
     evaluator = build_evaluator(context.config, context.eval_sets, context.tokenizer_json)
     mixed_precision = precision.select_precision(context.config.train.precision, group.device)

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from mmray.engine.checkpoint.files import read_evaluations
 from mmray.evaluation import DIRECTIONS, EXAMPLES, ROWS_IN_SET
 from mmray.storage.paths import AnyPath, local_copy
 
@@ -80,10 +81,13 @@ class RunRecord:
     @cached_property
     def lines(self) -> list[Line]:
         """The lines of metrics.jsonl in the order of the file, each with `step`, and values by name
-        such as `train/loss`; NaN and infinity are None.
+        such as `train/loss`; NaN and infinity are None. Lines of evaluations.jsonl are added to
+        those of their steps.
         """
         lines = read_lines(self.folder / "metrics.jsonl")
-        return [line for line in lines if isinstance(line.get("step"), int)]
+        logged = [line for line in lines if isinstance(line.get("step"), int)]
+        beside = read_evaluations(self.folder)
+        return [line | beside.get(line["step"], {}) for line in logged]
 
     @property
     def status(self) -> str:

@@ -20,7 +20,7 @@ from mmray.data.store.manifest import QUARANTINE
 from mmray.data.store.mixture import PreparedMixture
 from mmray.engine.bad_rows import merge_bad_rows
 from mmray.engine.worker_context import TRAINING
-from mmray.errors import ForceExit, TrainingError
+from mmray.errors import ForceExit, TrainingError, UsageError
 from mmray.machine import torchrun_world_size
 from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
@@ -103,6 +103,11 @@ def train(
         config = with_workers_of_torchrun(config, reporter.log)
     validate.validate_settings(config)
     if local or world_size > 1 or not needs_ray(config.cluster):
+        if config.evaluate.where == "beside":
+            raise UsageError(
+                "evaluate.where beside needs a Ray cluster, whose nodes evaluate meanwhile: set "
+                "--cluster.address, or leave it out"
+            )
         timeline.status("checking the settings")
         with closing(LocalBackend(world_size)) as backend:
             check_classes(config)

@@ -532,6 +532,18 @@ def _open_held_out(
     return sets
 
 
+def score_checkpoint(
+    config: Config,
+    group: Group,
+    tokenizer_json: str,
+    held_out: dict[str, PreparedSet],
+    checkpoint: AnyPath,
+) -> Scores:
+    """Return the metrics of a checkpoint on held-out sets by name, in this process."""
+    load = partial(load_model, config, checkpoint)
+    return _score(config, group, lambda message: None, tokenizer_json, held_out, load)
+
+
 def _score(
     config: Config,
     group: Group,

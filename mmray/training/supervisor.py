@@ -197,6 +197,11 @@ class Supervisor:
         self.resized_from = 0
         self.progress = RunProgress()
         self.should_stop = should_stop
+        self.evaluator: Any = None
+        if resolved.config.evaluate.where == "beside" and resolved.eval_sets:
+            from mmray.training.evaluate_beside import BesideEvaluator  # late: it imports Ray
+
+            self.evaluator = BesideEvaluator(resolved, run, reporter, should_stop)
         meanwhile = "the run continues when it can be used. Mount it, or fix the permissions"
         self._outage = Outage(run.path, partial(reporter.log, label="storage"), meanwhile)
 
@@ -215,6 +220,9 @@ class Supervisor:
         try:
             while (outcome := self._run_attempt()) is None:
                 pass
+            if self.evaluator is not None and outcome["status"] == "finished":
+                self.reporter.phase("evaluating")
+                outcome = self.evaluator.finish(outcome)
         except ForceExit:  # exits at once, without access to the storage
             raise
         except KeyboardInterrupt:
@@ -259,7 +267,7 @@ class Supervisor:
         )
         try:
             with signal_handlers(monitor.on_signal):
-                outcome = workers.wait(monitor.poll)
+                outcome = workers.wait(partial(self._poll, monitor))
             if outcome["status"] == "finished" or monitor.stop_reason == "user":
                 return outcome
             self.restart_reason = ""
@@ -278,6 +286,11 @@ class Supervisor:
             with suppress(*self.backend.errors):  # Ray may have ended
                 workers.close()
         return None
+
+    def _poll(self, monitor: AttemptMonitor) -> None:
+        monitor.poll()
+        if self.evaluator is not None:
+            self.evaluator.poll()
 
     def _prepare_attempt(self) -> tuple[AnyPath | None, dict[str, Any], set[int]]:
         """The checkpoint for the next attempt, its meta.json, and the known bad rows.
@@ -394,7 +407,7 @@ class Supervisor:
         metric = best_metric(self.resolved.config)
         with suppress(TrainingError):  # the checkpoints' metadata cannot be read
             if path := files.best_checkpoint(self.run.checkpoints, metric):
-                score = files.load_meta(path)["metrics"][metric]
+                score = files.read_metrics(path)[metric]
                 best = {
                     "step": files.step_of(path),
                     "metric": metric.removeprefix("evaluate/"),

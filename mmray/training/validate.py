@@ -348,6 +348,11 @@ def evaluation_reasons(config: Config) -> list[str]:
     """Return why the model cannot be evaluated as configured, as sentences with a fix; [] if it
     can.
     """
+    if config.evaluate.where == "beside" and config.evaluate.every:
+        return [
+            "evaluate.every: with evaluate.where beside each checkpoint is evaluated; set "
+            "--train.checkpoint-every in its place"
+        ]
     generates_text = config.model.generates_text
     tasks = {each.task for each in config.data.eval_sets}
     if generates_text and tasks != {""}:

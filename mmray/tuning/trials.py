@@ -264,7 +264,9 @@ class SweepPlan:
             config = self._comparable(trial, first_rung_steps)
         else:
             limit = min(EVAL_ROWS, config.evaluate.limit or EVAL_ROWS)
-            config = config.replace(evaluate=config.evaluate.replace(every=0, limit=limit))
+            config = config.replace(
+                evaluate=config.evaluate.replace(every=0, limit=limit, where="training")
+            )
         max_failures = 0 if self.local else min(1, config.cluster.max_failures)
         return config.replace(
             train=config.train.replace(
@@ -294,6 +296,7 @@ class SweepPlan:
         return trial.config.replace(
             evaluate=evaluate.replace(
                 every=self._steps_between_evaluations(trial, first_rung_steps),
+                where="training",
                 loss_batch=evaluate.loss_batch or self.recipe_rows,
             ),
             optimizer=trial.config.optimizer.replace(

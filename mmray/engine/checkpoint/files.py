@@ -31,6 +31,8 @@ from mmray.storage.requests import iter_parallel, with_retries
 
 STATE = "state.json"
 META = "meta.json"
+# File of the run: metrics of checkpoints that were evaluated beside training, a line for each.
+EVALUATIONS = "evaluations.jsonl"
 SUMS = "SHA256SUMS"
 # Parts of the names of metrics that should fall.
 LOWER_IS_BETTER = ("loss", "median_rank")
@@ -80,9 +82,35 @@ def latest_valid_checkpoint(
 
 def latest_complete_step(folder: AnyPath) -> int:
     """Return the step of the newest complete checkpoint, unverified; 0 without one."""
+    return max(complete_steps(folder), default=0)
+
+
+def complete_steps(folder: AnyPath) -> list[int]:
+    """Return the steps of the complete checkpoints; [] if the folder cannot be read."""
     with suppress(StorageError):
-        return max(map(step_of, _step_folders(folder, complete=True)), default=0)
-    return 0
+        return [step_of(path) for path in _step_folders(folder, complete=True)]
+    return []
+
+
+def read_evaluations(run: AnyPath) -> dict[int, dict[str, Any]]:
+    """Return the metrics of checkpoints that were evaluated beside training, by step: values by
+    name such as `evaluate/loss`; {} if the file is missing or damaged.
+    """
+    file = run / EVALUATIONS
+    with suppress(OSError, ValueError, KeyError):
+        lines = map(json.loads, file.read_text().splitlines() if file.exists() else [])
+        return {line.pop("step"): line for line in lines}
+    return {}
+
+
+def read_metrics(path: AnyPath) -> dict[str, Any]:
+    """Return the metrics of a checkpoint by name, also those of its evaluation beside training.
+
+    Raises as `load_meta`.
+    """
+    beside = read_evaluations(path.parent.parent).get(step_of(path), {})
+    metrics: dict[str, Any] = load_meta(path).get("metrics", {})
+    return metrics | beside
 
 
 def list_checkpoint_names(folder: AnyPath) -> list[str]:
@@ -123,7 +151,7 @@ def best_checkpoint(folder: AnyPath, metric: str) -> AnyPath | None:
     for path in _step_folders(folder, complete=True):
         # A checkpoint with a damaged meta.json is never the best.
         with suppress(TrainingError):
-            value = load_meta(path).get("metrics", {}).get(metric)
+            value = read_metrics(path).get(metric)
             if isinstance(value, int | float):
                 scored.append((sign * value, step_of(path), path))
     return max(scored, key=lambda item: item[:2])[2] if scored else None
