@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmray import plugins
 from mmray.config import Batch, Clip, ClipImage, ClipText, Inputs, Lora, Train
-from mmray.engine import worker
+from mmray.engine import build as build_module
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.meters import model_flops_of_row
 from mmray.engine.parallel import device_defaults
@@ -126,7 +126,7 @@ def test_run_continues_without_float8_and_with_it(
 ) -> None:
     """As a worker on a GPU does it, up to torch.compile."""
     monkeypatch.setattr(device_defaults, "check_device", lambda *_: None)
-    monkeypatch.setattr(worker, "unsupported_reasons", lambda _: [])
+    monkeypatch.setattr(build_module, "unsupported_reasons", lambda _: [])
     prepared = make_prepared(tmp_path / "set")
     config = runs.config("made", tmp_path, "run", precision="bf16", ema=0.5)
     config = config.replace(
