@@ -39,6 +39,8 @@ ENVIRONMENT = {
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_task_oom_retries": "5",  # the default is to retry out-of-memory tasks forever
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray Train's controller waits for its workers in `ray.get`
+    "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
 }
 
 
@@ -233,22 +235,29 @@ def run_train_controller(group: PlacementGroup, callbacks: list[Any], **argument
             def _create_placement_group(self, *_: Any) -> DefaultPlacementGroupHandle:
                 return DefaultPlacementGroupHandle(group)
 
+            def _get_worker_runtime_env(self, custom_runtime_env: Any) -> Any:
+                if is_local:
+                    return custom_runtime_env
+                return super()._get_worker_runtime_env(custom_runtime_env)
+
         class TrainController(controller.TrainController):
             worker_group_cls = WorkerGroup
 
     context = ray.get_runtime_context()
+    # Processes of a Ray of this machine have the environment of the driver. Those that Ray starts
+    # ahead can only be used without another one.
+    is_local = not context.runtime_env
     unused: list[type] = [DatasetsCallback]
     if context.get_actor_id() is None:
         unused.append(PlacementGroupCleanerCallback)
     used = [each for each in callbacks if not isinstance(each, tuple(unused))]
-    # It waits for its workers in `ray.get`, for which Ray would log a warning.
-    env_vars = get_env_vars_to_propagate() | {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"}
+    runtime_env = None if is_local else {"env_vars": get_env_vars_to_propagate()}
     actor: Any = (
         ray.remote(TrainController)
         .options(
             num_cpus=0,
             label_selector={NODE_ID: context.get_node_id()},
-            runtime_env={"env_vars": env_vars},
+            runtime_env=runtime_env,
         )
         .remote(callbacks=used, **arguments)
     )
