@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def run_checks(address: str | None, storage: str) -> Iterator[Finding]:
     yield check_disk("disk of Ray temp dir", Path(tempfile.gettempdir()))
     yield check_storage(storage, [])
     yield check_auth(os.environ.get("RAY_AUTH_MODE"), Path.home() / ".ray" / "auth_token")
+    yield from _check_slurm()
     yield from _check_ray(address or os.environ.get("RAY_ADDRESS"))
 
 
@@ -196,6 +198,32 @@ def check_auth(mode: str | None, file: Path) -> Finding:
         "it as there"
     )
     return Finding("ok", name, f"RAY_AUTH_MODE={mode}" if mode else unset)
+
+
+def _check_slurm() -> Iterator[Finding]:
+    """Check the settings of Slurm, if this machine belongs to one."""
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["scontrol", "show", "config"]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        yield check_preemption(shown.stdout)
+
+
+def check_preemption(config: str) -> Finding:
+    """Check that Slurm signals only the script of a preempted job, so that Ray outlives the
+    checkpoint.
+
+    Args:
+        config: What `scontrol show config` prints.
+    """
+    names = ("ProctrackType", "SlurmctldParameters")
+    lines = [" ".join(line.split()) for line in config.splitlines() if line.startswith(names)]
+    observed = ", ".join(lines)
+    fix = (
+        "set ProctrackType=proctrack/cgroup, or at least SlurmctldParameters="
+        "preempt_send_user_signal: otherwise a preempted job ends without a checkpoint"
+    )
+    is_safe = "proctrack/cgroup" in observed or "preempt_send_user_signal" in observed
+    return warn_if(not is_safe, "Slurm", observed, fix)
 
 
 def _check_ray(address: str | None) -> Iterator[Finding]:

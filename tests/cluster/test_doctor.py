@@ -20,6 +20,11 @@ def test_import_error_of_torch_is_a_finding_and_other_checks_run(monkeypatch):
 
 GPU_NODE = {"Resources": {"CPU": 2.0, "GPU": 2.0}}
 CPU_NODE = {"Resources": {"CPU": 8.0}}
+SLURM = """
+ProctrackType           = proctrack/{}
+SlurmctldHost[0]        = head
+SlurmctldParameters     = {}
+"""
 
 
 @pytest.mark.parametrize(
@@ -49,6 +54,17 @@ CPU_NODE = {"Resources": {"CPU": 8.0}}
             doctor.check_nodes([GPU_NODE, CPU_NODE], {"CPU": 9.0, "GPU": 2.0}),
             "ok",
             "2 nodes; free resources: 9 of 10 CPU, 2 of 2 GPU",
+        ),
+        (doctor.check_preemption(SLURM.format("cgroup", "(null)")), "ok", "proctrack/cgroup"),
+        (
+            doctor.check_preemption(SLURM.format("pgid", "(null)")),
+            "warning",
+            "without a checkpoint",
+        ),
+        (
+            doctor.check_preemption(SLURM.format("pgid", "preempt_send_user_signal")),
+            "ok",
+            "SlurmctldParameters = preempt_send_user_signal",
         ),
         (doctor.check_disk("disk", Path("/not/yet")), None, "free at /"),
     ],
