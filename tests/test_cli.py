@@ -198,6 +198,15 @@ def test_storage_errors_exit_with_4(typed, monkeypatch):
     assert typed("runs")[::2] == (4, "error: [Errno 28] No space left on device: 'runs/x'\n")
 
 
+def test_refusal_of_a_store_has_a_hint(typed, monkeypatch):
+    def refused(*_):
+        raise OSError("AWS Error ACCESS_DENIED during HeadObject operation: No response body.")
+
+    monkeypatch.setitem(cli.COMMANDS, "runs", refused)
+    code, _, error = typed("runs")
+    assert code == 4 and "ACCESS_DENIED" in error and "AWS_PROFILE" in error
+
+
 ENDLESS = """
 import time
 from mmray import cli

@@ -129,7 +129,9 @@ def run(argv: list[str], console: ConsoleReporter) -> int:
     except OSError as error:  # a disk or the network failed
         if isinstance(error, BrokenPipeError) and _is_stdout_closed():
             return 1  # as rich exits: the reader, such as `head`, needs no more
-        console.print_error(str(error))
+        from mmray.storage.requests import REFUSED_HINT, is_refused
+
+        console.print_error(f"{error}{REFUSED_HINT if is_refused(error) else ''}")
         return ResourceError.exit_code
     except ForceExit:
         raise

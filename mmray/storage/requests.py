@@ -21,6 +21,10 @@ PERMANENT_ERRORS = (
     "NO_SUCH_BUCKET",
     "SIGNATURE_DOES_NOT_MATCH",
 )
+REFUSED_HINT = (
+    "\nCheck the name of the bucket, and AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or AWS_PROFILE "
+    "here and on the nodes of the cluster."
+)
 MAX_PARALLEL = 8
 
 
