@@ -20,6 +20,7 @@ SHARED = Path("/mnt/shared")  # on each host
 SERVER = Path("/mnt/server")  # the same file system, as its server has it
 STORAGE_BYTES = 64 << 20
 ROOT = Path(__file__).parents[2]
+RELAY = Path(__file__).with_name("relay.py")
 ISOLATED = ("--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
@@ -100,6 +101,7 @@ class Host(Namespaces):
             "mount -t tmpfs none /dev/shm",
             "ip link set lo up",
             f"ip address add {self.address}/24 dev eth0 && ip link set eth0 up",
+            f"{sys.executable} {RELAY} eth0",
             "ip route add default via 10.77.0.254",  # no such host: Ray reads its address from it
         ]
         self.run("sh", "-ec", "\n".join(lines))
@@ -126,6 +128,24 @@ class Host(Namespaces):
     def set_link(self, state):
         """Pull the cable out of the switch (`down`) or plug it in (`up`)."""
         self._switch.run("ip", "link", "set", self._port, state)
+
+    def slow_link(self, delay_s, loss):
+        """Delay frames in both directions, and lose a fraction of them, until `mend_link()`."""
+        ends = f"slow{self._port}", f"mid{self._port}"
+        lines = [
+            f"ip link add {ends[0]} type veth peer name {ends[1]}",
+            f"ip link set {self._port} nomaster promisc on",
+            f"ip link set {ends[0]} promisc on up",
+            f"ip link set {ends[1]} master switch up",
+        ]
+        self._switch.run("sh", "-ec", "\n".join(lines))
+        words = [sys.executable, str(RELAY), self._port, ends[0], str(delay_s), str(loss)]
+        self._relay = subprocess.Popen(self._switch.words(*words))
+
+    def mend_link(self):
+        self._switch.run("ip", "link", "del", f"slow{self._port}")
+        self._relay.wait()
+        self._switch.run("ip", "link", "set", self._port, "master", "switch")
 
     def signal(self, text, number):
         """Send a signal to the processes of the host whose commands start with a text."""

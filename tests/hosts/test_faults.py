@@ -73,6 +73,16 @@ def stopped(host, down_s, **limit):
     )
 
 
+def slow_link(host, down_s, **limit):
+    return Fault(
+        (host,),
+        lambda each: each.slow_link(0.05, 0.01),
+        lambda each: each.mend_link(),
+        down_s,
+        **limit,
+    )
+
+
 FAULTS = {
     "link of the head down for 20 s": link("head", 20, max_repeated=0, steps=STEPS),
     "link of the head down for 20 s, watched": link("head", 20, max_repeated=0),
@@ -80,6 +90,9 @@ FAULTS = {
     "link of the head down for 150 s": link("head", 150, steps=240),
     "link of a rank down for 20 s": link("one", 20, max_repeated=0, steps=STEPS),
     "link of a rank down for 150 s": link("one", 150, steps=STEPS),
+    "link of a rank with a delay of 50 ms and a loss of 1 % for 60 s": slow_link(
+        "one", 60, max_repeated=0, steps=STEPS
+    ),
     "workers of a host stopped for 20 s": stopped("one", 20, max_repeated=0, steps=STEPS),
 }
 FAST = "link of the head down for 20 s"
