@@ -88,6 +88,7 @@ class Host(Namespaces):
         super().__init__(switch)
         self.name, self.address = name, f"10.77.0.{number}"
         self._folder, self._switch, self._port = folder, switch, f"port{number}"
+        self._relay = None
         folder.mkdir()
         cable = ["ip", "link", "add", self._port, "netns", str(switch.pid), "type", "veth"]
         subprocess.run([*cable, "peer", "name", "eth0", "netns", str(self.pid)], check=True)
@@ -124,6 +125,15 @@ class Host(Namespaces):
 
     def _log_of(self, program):
         return self._folder / f"{program}.log"
+
+    def replace(self):
+        """End all its processes, and return a new host with its address."""
+        self.close()
+        port = [*self._switch.words("ip", "link", "show", self._port)]
+        wait_until(lambda: subprocess.run(port, capture_output=True).returncode)
+        name = f"{self.name}-2"
+        number = int(self.address.rpartition(".")[2])
+        return Host(number, name, self._folder.with_name(name), self._switch)
 
     def set_link(self, state):
         """Pull the cable out of the switch (`down`) or plug it in (`up`)."""
@@ -196,19 +206,25 @@ class RayOnHosts:
 
     Args:
         env: Environment variables of all processes; Ray's settings are otherwise its defaults.
+        dashboard: Whether the head takes jobs (port 8265).
     """
 
-    def __init__(self, by_name, env=None):
-        self._head, *workers = by_name.values()
+    def __init__(self, by_name, env=None, dashboard=False):
+        head, *workers = by_name.values()
         self._env = env or {}
-        self.address = f"{self._head.address}:6379"
-        head = ("--head", "--port=6379", "--num-cpus=0", "--include-dashboard=false")
-        self._start_node(self._head, *head)
+        self._dashboard = "--dashboard-host=0.0.0.0" if dashboard else "--include-dashboard=false"
+        self.address = f"{head.address}:6379"
+        self.start_head(head)
         for worker in workers:
             slot = '--resources={"slot": 1}'
             self._start_node(worker, f"--address={self.address}", "--num-cpus=2", slot)
         for worker in workers:
             self._wait(worker)
+
+    def start_head(self, host):
+        """Start the head on a host, which has the address of the head before."""
+        self._head = host
+        self._start_node(host, "--head", "--port=6379", "--num-cpus=0", self._dashboard)
 
     def _start_node(self, host, *options):
         memory = "--object-store-memory=100000000"
@@ -222,6 +238,6 @@ class RayOnHosts:
     def _wait(self, host):
         wait_until(lambda: "Ray runtime started" in host.log("ray"), 180, 0.2)
 
-    def start(self, *command):
+    def start(self, *command, log=None):
         """Start a driver on the head."""
-        return self._head.start(*command, env=self._env)
+        return self._head.start(*command, log=log, env=self._env)
