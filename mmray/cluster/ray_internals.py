@@ -235,10 +235,11 @@ def run_train_controller(group: PlacementGroup, callbacks: list[Any], **argument
             def _create_placement_group(self, *_: Any) -> DefaultPlacementGroupHandle:
                 return DefaultPlacementGroupHandle(group)
 
-            def _get_worker_runtime_env(self, custom_runtime_env: Any) -> Any:
+            @staticmethod
+            def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
                 if is_local:
                     return custom_runtime_env
-                return super()._get_worker_runtime_env(custom_runtime_env)
+                return worker_group.WorkerGroup._get_worker_runtime_env(custom_runtime_env)
 
         class TrainController(controller.TrainController):
             worker_group_cls = WorkerGroup
