@@ -25,13 +25,8 @@ from mmray.engine.parallel.device_defaults import (
 )
 from mmray.engine.parallel.strategy import strategy_class
 from mmray.engine.parallel.support import unsupported_reasons
-from mmray.engine.parallel.transforms import (
-    apply_transforms,
-)
-from mmray.engine.worker_context import (
-    DriverHandle,
-    WorkerContext,
-)
+from mmray.engine.parallel.transforms import apply_transforms
+from mmray.engine.worker_context import DriverHandle, WorkerContext
 from mmray.errors import UsageError
 from mmray.evaluation.build import check_evaluable
 from mmray.models import lora

@@ -108,9 +108,13 @@ def read_metrics(path: AnyPath) -> dict[str, Any]:
 
     Raises as `load_meta`.
     """
-    beside = read_evaluations(path.parent.parent).get(step_of(path), {})
+    return _metrics_of(path, read_evaluations(path.parent.parent))
+
+
+def _metrics_of(path: AnyPath, beside: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """Return `read_metrics` with what `read_evaluations` returned."""
     metrics: dict[str, Any] = load_meta(path).get("metrics", {})
-    return metrics | beside
+    return metrics | beside.get(step_of(path), {})
 
 
 def list_checkpoint_names(folder: AnyPath) -> list[str]:
@@ -147,11 +151,12 @@ def best_checkpoint(folder: AnyPath, metric: str) -> AnyPath | None:
         StorageError: The storage cannot be read.
     """
     sign = -1 if any(part in metric.split("/") for part in LOWER_IS_BETTER) else 1
+    beside = read_evaluations(folder.parent)
     scored: list[tuple[float, int, AnyPath]] = []
     for path in _step_folders(folder, complete=True):
         # A checkpoint with a damaged meta.json is never the best.
         with suppress(TrainingError):
-            value = read_metrics(path).get(metric)
+            value = _metrics_of(path, beside).get(metric)
             if isinstance(value, int | float):
                 scored.append((sign * value, step_of(path), path))
     return max(scored, key=lambda item: item[:2])[2] if scored else None
