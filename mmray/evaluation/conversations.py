@@ -201,7 +201,7 @@ class ConversationEvaluator(EvalReader):
 
     def _sum_choices(self, model: Vlm, group: Group, part: Sequence[tuple[int, Row]]) -> Tensor:
         """Return the number of rows with options, and of those whose right option has the largest
-        mean log-probability of its tokens.
+        mean log-probability of its tokens; among equal ones the first counts, as in lm-eval.
         """
         rows: list[list[EncodedRow]] = []
         answers: list[int] = []
@@ -226,7 +226,8 @@ class ConversationEvaluator(EvalReader):
                 scores[index] += values
         model.has_reference = has_reference
         correct = sum(
-            max(values) == values[answer] for values, answer in zip(scores, answers, strict=True)
+            values.index(max(values)) == answer
+            for values, answer in zip(scores, answers, strict=True)
         )
         return torch.tensor([len(rows), correct], dtype=torch.float64)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ import yaml
 
 from mmray.engine.checkpoint.files import read_evaluations
 from mmray.evaluation import DIRECTIONS, EXAMPLES, ROWS_IN_SET
-from mmray.storage.paths import AnyPath, local_copy
+from mmray.storage.paths import AnyPath, read_lines
 
 Line = dict[str, Any]
 
@@ -131,24 +131,6 @@ def read_json(file: AnyPath) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def read_lines(file: AnyPath) -> Iterator[Line]:
-    """Yield the JSON objects of a JSON lines file.
-
-    A line that is no complete JSON object is skipped, because a writer may have been killed. A
-    missing file has no lines.
-    """
-    if not file.exists():
-        return
-    with local_copy(file) as here, here.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                value = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(value, dict):
-                yield value
 
 
 def format_number(value: float | None, digits: int | None = 3) -> str:

@@ -16,9 +16,8 @@ from mmray.report.run import (
     RunRecord,
     format_setting,
     read_json,
-    read_lines,
 )
-from mmray.storage.paths import AnyPath
+from mmray.storage.paths import AnyPath, read_lines
 
 WAIT_WARNING = 0.2  # fraction of the time in which workers wait for data
 BUSY_PERCENT = 80.0  # of the time in which a GPU runs kernels

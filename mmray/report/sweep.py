@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mmray.report.run import format_number, format_setting, read_json, read_lines
-from mmray.storage.paths import AnyPath
+from mmray.report.run import format_number, format_setting, read_json
+from mmray.storage.paths import AnyPath, read_lines
 from mmray.sweep_files import BATCH_SETTINGS, GOALS, SWEEP, TRIALS, Goal, Recommendation, TrialRow
 
 

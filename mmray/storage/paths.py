@@ -12,6 +12,7 @@ pyarrow, so it would be a second library with its own credentials. fsspec with s
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import tempfile
@@ -459,6 +460,24 @@ def local_copy(path: AnyPath) -> Iterator[Path]:
     with temp_dir() as folder:
         copy_file(path, folder / path.name)
         yield folder / path.name
+
+
+def read_lines(file: AnyPath) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of a JSON lines file.
+
+    A line that is no complete JSON object is skipped, because a writer may have been killed. A
+    missing file has no lines.
+    """
+    if not file.exists():
+        return
+    with local_copy(file) as here, here.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                yield value
 
 
 @contextmanager

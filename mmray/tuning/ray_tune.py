@@ -17,8 +17,7 @@ from ray.tune.search.basic_variant import BasicVariantGenerator
 from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.cluster.run_resources import check_capacity
 from mmray.errors import ResourceError, TrainingError
-from mmray.report.run import read_lines
-from mmray.storage.paths import remove_tree
+from mmray.storage.paths import read_lines, remove_tree
 from mmray.sweep_files import Rung
 from mmray.training import RunReporter
 from mmray.training.backend import run_in_thread

@@ -17,9 +17,8 @@ from typing import Any, Protocol
 from mmray.config import Config, from_yaml
 from mmray.data.prepare.pipeline import PrepareProgress
 from mmray.errors import ForceExit, UsageError
-from mmray.report.run import read_lines
 from mmray.storage import lease
-from mmray.storage.paths import AnyPath
+from mmray.storage.paths import AnyPath, read_lines
 from mmray.sweep_files import SWEEP, TRIALS, Recommendation, Rung, TrialRow
 from mmray.training import RunReporter
 from mmray.training.run_dir import RunDir, forbidden_changes, has_other_files, select_folder

@@ -26,7 +26,14 @@ from typing import Any
 from safetensors import SafetensorError
 
 from mmray.errors import StorageError, TrainingError, first_line
-from mmray.storage.paths import CHUNK_BYTES, AnyPath, local_copy, move_tree, remove_tree
+from mmray.storage.paths import (
+    CHUNK_BYTES,
+    AnyPath,
+    local_copy,
+    move_tree,
+    read_lines,
+    remove_tree,
+)
 from mmray.storage.requests import iter_parallel, with_retries
 
 STATE = "state.json"
@@ -94,13 +101,11 @@ def complete_steps(folder: AnyPath) -> list[int]:
 
 def read_evaluations(run: AnyPath) -> dict[int, dict[str, Any]]:
     """Return the metrics of checkpoints that were evaluated beside training, by step: values by
-    name such as `evaluate/loss`; {} if the file is missing or damaged.
+    name such as `evaluate/loss`; {} without the file. A checkpoint whose line is damaged is
+    evaluated again.
     """
-    file = run / EVALUATIONS
-    with suppress(OSError, ValueError, KeyError):
-        lines = map(json.loads, file.read_text().splitlines() if file.exists() else [])
-        return {line.pop("step"): line for line in lines}
-    return {}
+    lines = read_lines(run / EVALUATIONS)
+    return {line.pop("step"): line for line in lines if "step" in line}
 
 
 def read_metrics(path: AnyPath) -> dict[str, Any]:

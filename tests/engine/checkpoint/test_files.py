@@ -227,6 +227,16 @@ def test_best_is_lowest_loss_or_rank(
     assert files.best_checkpoint(tmp_path, metric) == tmp_path / f"step-{expected}"
 
 
+def test_damaged_evaluation_costs_only_its_own_checkpoint(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    for step in (1, 2, 3):
+        save(checkpoints, step)
+    lines = [{"step": 1, METRIC: 0.4}, {"step": 2, METRIC: 0.6}, {"step": 3, METRIC: 0.8}]
+    text = "\n".join(map(json.dumps, lines))
+    (tmp_path / files.EVALUATIONS).write_text(text[:-5])  # the writer was killed
+    assert files.best_checkpoint(checkpoints, METRIC) == checkpoints / "step-2"
+
+
 @pytest.fixture
 def store(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(requests, "ATTEMPTS", 1)
