@@ -58,7 +58,8 @@ def test_failed_run_resumes_with_the_losses_of_one_process(data, tmp_path):
     wanted = in_double(config(data, tmp_path, "two", callbacks)).with_cluster(cpus_per_worker=1)
     folder = tmp_path / "two"
     code, output = torchrun(tmp_path, wanted)
-    assert code == 1 and "rerun the same command to resume" in output, output
+    # Rank 0 notices the lost rank, or torchrun's SIGTERM, which comes 0.1 s later, stops it first.
+    assert code == 1 and "run the same command to resume" in output, output
     code, output = torchrun(tmp_path, wanted)
     assert code == 0 and "mmray evaluate" in output, output
     assert marks(folder) == list(expected_marks(STEPS))
