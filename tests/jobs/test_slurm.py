@@ -53,6 +53,7 @@ ProctrackType=proctrack/cgroup
 TaskPlugin=task/none
 SwitchType=switch/none
 SelectType=select/cons_tres
+SchedulerParameters=sched_interval=1,bf_interval=1
 KillWait=240
 ReturnToService=2
 SlurmdTimeout=0
@@ -173,6 +174,11 @@ def slurm():
             slurm.run("scancel", "--user=root", "--signal=KILL", "--full")
             slurm.run("scancel", "--user=root")
             wait_until(lambda: not slurm.run("squeue", "--noheader"), LIMIT_S, pause_s=0.2)
+    shutil.copytree(
+        folder,
+        dirs_exist_ok=True,
+        ignore=lambda d, names: [n for n in names if n.endswith("socket")],
+    )
     shutil.rmtree(folder)
 
 
