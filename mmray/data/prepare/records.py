@@ -49,7 +49,7 @@ SCHEMA = pa.schema(
     ]
 )
 INDEX = f"{CHUNK_RECORDS}/index-"  # start of the paths of the files that `fold` writes
-MAX_ROWS = 1 << 20  # of a set for whose rows the driver does the work of tasks
+MAX_ROWS = 1 << 19  # of a set for whose rows the driver does the work of tasks
 MAX_FOLDED = 1000  # records of such a file
 FOLD_BYTES = 256 << 20  # its size
 _SUMMARIES = b"records"
