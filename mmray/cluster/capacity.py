@@ -131,16 +131,15 @@ def missing_capacity(
         f"the cluster {'can grow to' if pools else 'has'} {format_resources(totals)} on "
         f"{nodes_text}"
     )
-    grow_fix = (
-        "raise the maximum of a pool of the autoscaler"
-        if pools
-        else ("add nodes, or join a larger cluster")
-    )
+    wait_flag = "--wait-for-nodes" if demand.purpose == "data" else "--cluster.wait-for-nodes true"
+    grow_fix, later = "Add nodes, or join a larger cluster", f"; if nodes will join: {wait_flag}"
+    if pools:
+        grow_fix, later = "Raise the maximum of a pool of the autoscaler", ""
     cause, fix = _cause_and_fix(demand, largest)
     on_cpus = (
         ("; or train on CPUs (--cluster.accelerator cpu)") if demand.per_worker.get("GPU") else ""
     )
-    return f"{demand}: {cause}; {total}. {fix or grow_fix}{on_cpus}"
+    return f"{demand}: {cause}; {total}. {fix or grow_fix}{on_cpus}{later}"
 
 
 def _cause_and_fix(demand: Demand, nodes: Sequence[Node]) -> tuple[str, str]:
@@ -151,8 +150,10 @@ def _cause_and_fix(demand: Demand, nodes: Sequence[Node]) -> tuple[str, str]:
         name for name in demand.per_worker if not any(node.resources.get(name) for node in nodes)
     ]
     if missing:
-        known = sorted({name for node in nodes for name in node.resources if ":" not in name})
-        return f"no node has any {' or '.join(missing)}", f"the nodes have {', '.join(known)}"
+        known = {name for node in nodes for name in node.resources if ":" not in name}
+        known -= {"memory", "object_store_memory"}
+        fix = f"The nodes have {', '.join(sorted(known))}" if known else ""
+        return f"no node has any {' or '.join(missing)}", fix
     allowed = [node for node in nodes if node.matches_labels(demand.label_selector)]
     if not allowed:
         flag = f"--cluster.{demand.purpose.removesuffix('ing')}-label none"

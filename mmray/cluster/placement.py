@@ -327,10 +327,7 @@ def check_data_capacity(cluster_config: Cluster) -> None:
     demand = data_demand(cluster_config)
     missing = missing_capacity(demand, alive_nodes(), autoscaling_pools())
     if missing is not None and not cluster_config.wait_for_nodes:
-        raise ResourceError(
-            f"{missing}, or declare that nodes will be added (--wait-for-nodes; for training "
-            "--cluster.wait-for-nodes)"
-        )
+        raise ResourceError(missing)
 
 
 def run_on_node(node: str, function: Callable[..., Any], *args: Any) -> Any:

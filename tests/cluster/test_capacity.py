@@ -76,6 +76,15 @@ def test_fitting_run_has_no_message(demand, nodes, pools):
             [],
             "1 CPU for data on nodes labeled mmray/role=!train: no node for data is",
         ),
+        # only the head: the others have not joined yet
+        (
+            gpu_run(2),
+            [Node({"memory": 8e9})],
+            [],
+            "on 1 node. Add nodes, or join a larger cluster; or train on CPUs "
+            "(--cluster.accelerator cpu); if nodes will join: --cluster.wait-for-nodes true",
+        ),
+        (data_task(), [HEAD], [], "if nodes will join: --wait-for-nodes"),
     ],
 )
 def test_message_names_what_is_missing_and_what_would_fit(demand, nodes, pools, part):
