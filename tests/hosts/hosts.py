@@ -21,6 +21,13 @@ SERVER = Path("/mnt/server")  # the same file system, as its server has it
 STORAGE_BYTES = 64 << 20
 ROOT = Path(__file__).parents[2]
 RELAY = Path(__file__).with_name("relay.py")
+# Imported by each Python process; the kernel has one clock.
+CLOCK = """import time
+real = time.time
+time.time = lambda: real() + {0}
+real_ns = time.time_ns
+time.time_ns = lambda: real_ns() + {0} * 10**9
+"""
 ISOLATED = ("--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
@@ -42,8 +49,10 @@ class Namespaces:
     """
 
     def __init__(self, outer=None):
-        # They end with this process, however it ends.
-        words = ["setpriv", "--pdeathsig", "KILL", "unshare", *ISOLATED, "sleep", "infinity"]
+        # They end with this process, however it ends. A first process that ignores SIGCHLD reaps
+        # orphans; for `ray job stop` a zombie would be a process that runs.
+        first = ["env", "--ignore-signal=CHLD", "sleep", "infinity"]
+        words = ["setpriv", "--pdeathsig", "KILL", "unshare", *ISOLATED, *first]
         if outer is not None:
             words = ["nsenter", "--target", str(outer.pid), "--mount", "--", *words]
         self._holder = subprocess.Popen(words)
@@ -89,6 +98,7 @@ class Host(Namespaces):
         self.name, self.address = name, f"10.77.0.{number}"
         self._folder, self._switch, self._port = folder, switch, f"port{number}"
         self._relay = None
+        self._env = {"HOME": "/tmp/home", "TMPDIR": "/tmp", "PYTHONPATH": str(ROOT)}
         folder.mkdir()
         cable = ["ip", "link", "add", self._port, "netns", str(switch.pid), "type", "veth"]
         subprocess.run([*cable, "peer", "name", "eth0", "netns", str(self.pid)], check=True)
@@ -110,8 +120,7 @@ class Host(Namespaces):
 
     def start(self, *command, log=None, env=None):
         """Start a command; its output goes to a log with its name, or another one."""
-        own = {"HOME": "/tmp/home", "TMPDIR": "/tmp", "PYTHONPATH": str(ROOT)}
-        own |= {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+        own = self._env | {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
         own |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         with self._log_of(log or command[0]).open("a") as output:
@@ -156,6 +165,13 @@ class Host(Namespaces):
         self._switch.run("ip", "link", "del", f"slow{self._port}")
         self._relay.wait()
         self._switch.run("ip", "link", "set", self._port, "master", "switch")
+
+    def set_clock(self, ahead_s):
+        """Let Python processes that are started later take another time for the present one."""
+        folder = self.root / "tmp" / "clock"
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text(CLOCK.format(ahead_s))
+        self._env["PYTHONPATH"] = f"/tmp/clock:{ROOT}"
 
     def signal(self, text, number):
         """Send a signal to the processes of the host whose commands start with a text."""

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -43,6 +43,7 @@ class Fault:
         down_s: Seconds from begin to end.
         max_repeated: Highest number of repeated steps.
         steps: Length of the run.
+        clocks_s: Seconds that clocks of hosts are ahead, from the start.
     """
 
     hosts: tuple[str, ...]
@@ -51,6 +52,7 @@ class Fault:
     down_s: float
     max_repeated: int = MAX_REPEATED
     steps: int = WATCHED_STEPS
+    clocks_s: dict[str, int] = field(default_factory=dict)
 
 
 def link(host, down_s, **limit):
@@ -83,6 +85,10 @@ def slow_link(host, down_s, **limit):
     )
 
 
+def none(host):
+    """No event."""
+
+
 FAULTS = {
     "link of the head down for 20 s": link("head", 20, max_repeated=0, steps=STEPS),
     "link of the head down for 20 s, watched": link("head", 20, max_repeated=0),
@@ -94,6 +100,9 @@ FAULTS = {
         "one", 60, max_repeated=0, steps=STEPS
     ),
     "workers of a host stopped for 20 s": stopped("one", 20, max_repeated=0, steps=STEPS),
+    "clocks of the ranks 5 minutes ahead and behind": Fault(
+        (), none, none, 0, max_repeated=0, steps=STEPS, clocks_s={"one": 300, "two": -300}
+    ),
 }
 FAST = "link of the head down for 20 s"
 
@@ -157,6 +166,8 @@ def run_with(fault, folder):
     """Train on hosts that have the fault; return the copied run folder, seconds, and the log."""
     with ExitStack() as stack:
         by_name, shared = stack.enter_context(hosts(folder, ["head", "one", "two"]))
+        for name, ahead_s in fault.clocks_s.items():
+            by_name[name].set_clock(ahead_s)
         make_data(shared / "set")
         (shared / "recipe.yaml").write_text(to_yaml(settings(fault)))
         steps = Steps(shared / "runs" / "run")
