@@ -18,7 +18,8 @@ from mmray.cluster.placement import node_name, run_on_node
 from mmray.errors import ResourceError
 from mmray.storage.paths import remove_tree, to_path, write_atomic
 
-PROBE_TIMEOUT_S = 60.0
+# A node starts a process for each check: those of ten runs that started together took 83 s.
+PROBE_TIMEOUT_S = 180.0
 MOUNT = "Mount one file system at the same path on all of them and pass that path as --run.storage."
 CREDENTIALS = (
     "The bucket must exist; endpoint and credentials come from the environment of each node "
@@ -54,7 +55,7 @@ def check_inputs(
         data_nodes: Nodes for decode actors. A node that is lost meanwhile is ignored.
 
     Raises:
-        ResourceError: A node lacks one of them, or does not answer within 60 s.
+        ResourceError: A node lacks one of them, or does not answer within 180 s.
     """
     training_ids = {node.node_id for node in training_nodes}
     tasks = {}
@@ -103,7 +104,7 @@ def check_shared(storage: str, nodes: list[Node]) -> None:
 
     Raises:
         ResourceError: A process cannot write, its files are not visible on the others, or a node
-            does not answer within 60 s.
+            does not answer within 180 s.
         UsageError: The URI is invalid.
     """
     folder = f".probe-{os.getpid()}-{os.urandom(4).hex()}"

@@ -118,7 +118,7 @@ class AwaitDriver:
 
     def on_step(self, step, metrics):
         if step == 2:
-            wait_until((Path(os.environ["MMRAY_TEST_FAULTS"]) / "acted").exists, 120)
+            wait_until((Path(os.environ["MMRAY_TEST_FAULTS"]) / "acted").exists, 600)
 
 
 class AwaitStop:
