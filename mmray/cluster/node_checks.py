@@ -64,7 +64,7 @@ def check_cluster(address: str | None, storage: str) -> Iterator[Finding]:
         ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=TIMEOUT_S)
         versions = {}
         for node_id, task in tasks.items():
-            name = f"node {node_id[:8]}"
+            name = f"node {node_name(node_id)}"
             try:
                 versions[node_id], findings = ray.get(task, timeout=0)
                 findings.append(check_clock(_clock_difference(node_id)))
@@ -75,7 +75,7 @@ def check_cluster(address: str | None, storage: str) -> Iterator[Finding]:
                 yield Finding("error", name, observed, fix)
                 continue
             for finding in findings:
-                yield replace(finding, name=f"{name} {finding.name}")
+                yield replace(finding, name=f"{name}: {finding.name}")
         yield compare_versions(versions)
         yield check_storage(storage, nodes)
         yield from _check_links(list(versions))
@@ -178,7 +178,7 @@ def _check_links(node_ids: list[str]) -> Iterator[Finding]:
         yield Finding("ok", "network", "one node: nothing is sent between nodes")
         return
     for sender, receiver in pairwise([*node_ids, node_ids[0]]):
-        name = f"transfer {sender[:8]} to {receiver[:8]}"
+        name = f"transfer {node_name(sender)} to {node_name(receiver)}"
         yield _check_link(name, "MB/s", _measure_transfer, sender, receiver)
     name = f"all-reduce of {len(node_ids)} nodes (gloo)"
     yield _check_link(name, f"MB/s for {COLLECTIVE_MB} MB", _measure_collective, node_ids)

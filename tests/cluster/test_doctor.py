@@ -1,10 +1,12 @@
 """mmray doctor: each check on given values, and all checks on this machine."""
 
 import json
+import socket
 import sys
 from pathlib import Path
 
 import pytest
+import ray
 
 from mmray.cluster import doctor, node_checks
 from tests.test_cli import typed  # noqa: F401 - a fixture
@@ -114,9 +116,12 @@ def test_cluster_checks_measure_each_node_and_the_links(nodes, tmp_path, monkeyp
     found = list(node_checks.check_cluster(nodes.address, str(tmp_path)))
     levels = {each.name: each.level for each in found}
     assert levels["versions"] == levels["run.storage"] == "ok"
-    names = [name.partition(" ")[2].partition(" ")[2] for name in levels if name[:5] == "node "]
-    assert sorted(names) == sorted(2 * ["connections", "shared memory", "disk", "clock"])
-    assert sum(name.startswith("transfer ") for name in levels) == 2
+    host = f"node {socket.gethostname()} at {ray.util.get_node_ip_address()}"
+    names = [each.name for each in found if each.name.startswith("node ")]
+    wanted = 2 * ["connections", "shared memory", "disk", "clock"]
+    assert sorted(names) == sorted(f"{host}: {name}" for name in wanted)
+    here = host.removeprefix("node ")
+    assert [each.name for each in found].count(f"transfer {here} to {here}") == 2
     (collective,) = [each for each in found if each.name.startswith("all-reduce of 2 nodes")]
     assert "MB/s" in collective.observed
 
