@@ -138,6 +138,7 @@ OBJECTIVES = {
     "audio_text": "mmray.objectives.contrastive:AudioText",
     "video_text": "mmray.objectives.contrastive:VideoText",
     "audio_video": "mmray.objectives.contrastive:AudioVideo",
+    "captioning": "mmray.objectives.captioning:Captioning",
     "distillation": "mmray.objectives.distillation:Distillation",
     "feature_distillation": "mmray.objectives.distillation:FeatureDistillation",
     "matching": "mmray.objectives.matching:Matching",

@@ -18,6 +18,7 @@ from mmray.config.data import Augment, Data, Prepare
 from mmray.config.model import AnyModel, CustomModel, Inputs, Lora, Model, Objective, model_section
 from mmray.config.model_kinds import (
     AudioTower,
+    CaptionDecoder,
     Clip,
     ClipImage,
     ClipInputs,

@@ -100,6 +100,43 @@ class EmbeddingModel(Model):
     logit_bias: LogitBias = None
 
 
+class CaptionDecoder(DropoutTransformer, settings_prefix="model.decoder"):
+    """Shape of the decoder of captions (`captioning`), which attends to the image encoder's
+    positions.
+    """
+
+    width: int = Field(512, ge=8, description="Hidden size.")
+    depth: int = Field(0, ge=0, description="Number of layers; 0: no decoder.")
+    heads: int = Field(8, ge=1, description="Attention heads.")
+
+
+class DualEncoder(EmbeddingModel):
+    """Base of the settings of models with an image and a text branch alone, and maybe a decoder of
+    captions.
+    """
+
+    objectives = (*EmbeddingModel.objectives, "captioning")
+
+    decoder: CaptionDecoder = CaptionDecoder()
+
+    @property
+    def has_decoder(self) -> bool:
+        """Whether the model has a decoder of captions."""
+        return self.decoder.depth > 0
+
+    @property
+    def branches(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("image", "text", "decoder") if self.has_decoder else ("image", "text")
+
+    @property
+    def shares_only_loss(self) -> bool:  # type: ignore[override]
+        return not self.has_decoder
+
+    def unsupported_reasons(self) -> list[str]:
+        decoder = _head_reasons(self.decoder) if self.has_decoder else []
+        return super().unsupported_reasons() + decoder
+
+
 class ImageTower(VisionTransformer, settings_prefix="model.image"):
     """Settings of the image tower; of a `convnet`, `width` is the channels of the first stage and
     `depth` the number of stages.
@@ -191,7 +228,7 @@ class TowerModel(EmbeddingModel):
         return reasons
 
 
-class TwoTower(TowerModel):
+class TwoTower(DualEncoder, TowerModel):
     """Settings of a dual encoder: image and text towers with one embedding space and a contrastive
     loss.
     """
@@ -392,7 +429,7 @@ class HfModel(Model):
         )
 
 
-class ClipFamily(HfModel, EmbeddingModel):
+class ClipFamily(DualEncoder, HfModel):
     """Base of the settings of transformers' CLIP and SigLIP."""
 
     image: ClipImage = ClipImage(width=768, depth=12, heads=12, patch=32)

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from mmray.data.stream.collate import Batch
 from mmray.errors import UsageError
 from mmray.models import open_clip
+from mmray.models.caption_decoder import CaptionDecoder, build_decoder
 from mmray.models.encoders.positions import lengthen_text_model, resize_vision_model
 from mmray.models.pixels import PatchEmbeddings, residual_stream
-from mmray.models.protocol import PRETRAINED, Model, Outputs, WeightSource
+from mmray.models.protocol import PRETRAINED, Encoded, Model, Outputs, WeightSource
 from mmray.models.weights import (
     WEIGHTS_SETTING,
     check_vocab_size,
@@ -92,15 +93,18 @@ class MultiEncoder(Model):
 
 
 class DualEncoder(MultiEncoder):
-    """An image and a text branch with one embedding space and a learned temperature.
+    """An image and a text branch with one embedding space and a learned temperature, and maybe a
+    decoder of captions.
 
     Forward takes a batch as a dict with the images `image` uint8 [B, 3, S, S] and the captions
     `input_ids` and `attention_mask` int64 [B, T]. It returns a dict with `image_embed` and
     `text_embed` [B, D], L2-normalized, and the scalars `logit_scale` and, if the model has it,
-    `logit_bias`.
+    `logit_bias`. With a decoder also `caption_losses` [B], except in training without gradients,
+    because the first pass of a step (GradCache) reads only the embeddings.
 
     Args:
-        image: Maps pixels uint8 [B, 3, S, S] to L2-normalized embeddings [B, D].
+        image: Maps pixels uint8 [B, 3, S, S] to L2-normalized embeddings [B, D], or, for a decoder,
+            to an `Encoded`.
         text: Maps token ids and mask, int64 [B, T], to L2-normalized embeddings [B, D].
         spec: The `model` section, for the initial `temperature` and `logit_bias`.
     """
@@ -108,17 +112,36 @@ class DualEncoder(MultiEncoder):
     image: nn.Module
     text: nn.Module
 
-    def __init__(self, image: nn.Module, text: nn.Module, spec: EmbeddingModel) -> None:
+    def __init__(
+        self,
+        image: nn.Module,
+        text: nn.Module,
+        spec: EmbeddingModel,
+        decoder: CaptionDecoder | None = None,
+    ) -> None:
         super().__init__({"image": image, "text": text}, spec)
+        self.decoder = decoder
 
     def forward(self, batch: Batch) -> Outputs:
-        image_embed = self.image(batch["image"])
-        text_embed = self.text(batch["input_ids"], batch["attention_mask"])
-        return {"image_embed": image_embed, "text_embed": text_embed, **self.scalar_outputs()}
+        tokens = batch["input_ids"], batch["attention_mask"]
+        encoded = self.image(batch["image"])
+        text_embed = self.text(*tokens)
+        outputs = {"image_embed": Encoded.embedding(encoded), "text_embed": text_embed}
+        if self.decoder is not None and (torch.is_grad_enabled() or not self.training):
+            outputs["caption_losses"] = self.decoder(encoded.features, *tokens)
+        return outputs | self.scalar_outputs()
 
     def embed_image(self, image: Tensor) -> Tensor:
         """Return the L2-normalized embeddings [B, D] of images, pixels uint8 [B, 3, S, S]."""
-        return self.image(image)
+        return Encoded.embedding(self.image(image))
+
+    def caption(self, image: Tensor, end_id: int) -> Tensor:
+        assert self.decoder is not None
+        return self.decoder.generate(self.image(image).features, end_id)
+
+    def branches(self) -> dict[str, nn.Module]:
+        decoder = {} if self.decoder is None else {"decoder": self.decoder}
+        return super().branches() | decoder
 
     def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the L2-normalized embeddings [B, D] of captions."""
@@ -167,13 +190,15 @@ class PretrainedDualEncoder(DualEncoder):
                 net.text_model, spec.inputs.max_tokens, spec.kept_positions, spec.weights
             ),
         )
+        decoder = build_decoder(spec, net.config.vision_config.hidden_size, vocab_size, source)
         image = VisionBranch(
             net.vision_model,
             getattr(net, "visual_projection", None),  # of CLIP
             spec.inputs,
             spec.patch_dropout,
+            with_features=decoder is not None,
         )
-        super().__init__(image, self.text_branch(net, spec), spec)
+        super().__init__(image, self.text_branch(net, spec), spec, decoder)
         self.build_notes = tuple(note for note in notes if note is not None)
         self._hf_config: Any = net.config
         if source.pretrained and spec.weights != "none":
@@ -372,7 +397,8 @@ class VisionBranch(nn.Module):
     """The vision transformer of CLIP (projected class token) or, without `project`, of SigLIP
     (attention pooling).
 
-    Forward takes pixels uint8 [B, 3, S, S] and returns L2-normalized embeddings [B, D].
+    Forward takes pixels uint8 [B, 3, S, S] and returns L2-normalized embeddings [B, D]; with
+    `with_features` an `Encoded`, which also has the hidden states of the last layer.
 
     Args:
         tower: The vision transformer of transformers' CLIPModel or SiglipModel; its `embeddings`
@@ -383,15 +409,21 @@ class VisionBranch(nn.Module):
     """
 
     def __init__(
-        self, tower: Any, project: nn.Linear | None, inputs: Inputs, patch_dropout: float
+        self,
+        tower: Any,
+        project: nn.Linear | None,
+        inputs: Inputs,
+        patch_dropout: float,
+        with_features: bool = False,
     ) -> None:
         super().__init__()
         tower.embeddings = PatchEmbeddings(tower.embeddings, inputs.mean, inputs.std)
         self.tower = tower
         self.project = project
         self.patch_dropout = patch_dropout
+        self.with_features = with_features
 
-    def forward(self, image: Tensor) -> Tensor:
+    def forward(self, image: Tensor) -> Encoded | Tensor:
         tower = self.tower
         # SigLIP has no such norm. CLIP's is per token, so it may precede the drop of patches.
         hidden = tower.embeddings(image, getattr(tower, "pre_layrnorm", None))
@@ -401,8 +433,10 @@ class VisionBranch(nn.Module):
             hidden = torch.cat([hidden[:, :prefix], patches], dim=1)
         hidden = tower.encoder(inputs_embeds=hidden).last_hidden_state
         if self.project is None:
-            return l2_normalize(tower.head(tower.post_layernorm(hidden)))
-        return l2_normalize(self.project(tower.post_layernorm(hidden[:, 0])))
+            embed = l2_normalize(tower.head(tower.post_layernorm(hidden)))
+        else:
+            embed = l2_normalize(self.project(tower.post_layernorm(hidden[:, 0])))
+        return Encoded(hidden, None, embed) if self.with_features else embed
 
 
 class ClipText(nn.Module):

@@ -22,6 +22,25 @@ ROW_LOSSES = "row_losses"
 ROW_COUNTS = "row_counts"
 
 
+class Encoded(NamedTuple):
+    """What a branch computes for B rows.
+
+    Attributes:
+        features: Features of each of N positions (patches, tokens, frames) [B, N, W].
+        mask: int64 [B, N], 0 for padding; None for images, which have none.
+        embed: L2-normalized embeddings [B, D]; arbitrary for a row without the modality.
+    """
+
+    features: Tensor
+    mask: Tensor | None
+    embed: Tensor
+
+    @staticmethod
+    def embedding(result: Encoded | Tensor) -> Tensor:
+        """Return the embeddings [B, D] of a branch that returns them alone, or an `Encoded`."""
+        return result.embed if isinstance(result, Encoded) else result
+
+
 class HeadScores(NamedTuple):
     """Scores and labels of a classification head, for the evaluation.
 
@@ -81,7 +100,7 @@ class Model(nn.Module):
             Tensors by name, with one row per sample [B, ...], or a scalar of the step. The
             objectives `contrastive` and `sigmoid` read `image_embed` and `text_embed` [B, D],
             L2-normalized, and `logit_scale`, `sigmoid` also `logit_bias`; `classification` reads
-            `class_logits` [B, C].
+            `class_logits` [B, C], `captioning` `caption_losses` [B], sums over tokens.
         """
         raise NotImplementedError
 
@@ -97,6 +116,15 @@ class Model(nn.Module):
             `scores` [N, C], `label` int64 [N] and `num_classes`.
         """
         return {}
+
+    def caption(self, image: Tensor, end_id: int) -> Tensor:
+        """Return captions of images as token ids int64 [B, T], for a model whose forward returns
+        `caption_losses`; tokens after `end_id` are arbitrary.
+
+        Args:
+            image: Pixels uint8 [B, 3, S, S].
+        """
+        raise NotImplementedError
 
     def branches(self) -> dict[str, nn.Module]:
         """Return parts of the model by name, such as {"image": ..., "text": ...}.

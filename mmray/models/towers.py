@@ -22,8 +22,15 @@ from mmray.models.encoders.image import build_image_tower
 from mmray.models.encoders.pretrained_audio import build_pretrained_audio
 from mmray.models.encoders.text import build_text_tower
 from mmray.models.encoders.video import FrameEncoder
-from mmray.models.protocol import PRETRAINED, HeadScores, Outputs, WeightSource, class_scores
-from mmray.models.two_tower import Branch, Encoded, tower_configs
+from mmray.models.protocol import (
+    PRETRAINED,
+    Encoded,
+    HeadScores,
+    Outputs,
+    WeightSource,
+    class_scores,
+)
+from mmray.models.two_tower import Branch, tower_configs
 
 if TYPE_CHECKING:
     from mmray.config.model_kinds import Towers as TowersConfig
@@ -101,7 +108,7 @@ class Towers(MultiEncoder):
         encoded = self._encode(batch)
         outputs: Outputs = {}
         for name, result in encoded.items():
-            embed = _embedding(result)
+            embed = Encoded.embedding(result)
             if "has_text" in batch:
                 embed = embed * batch[f"has_{name}"][:, None].to(embed.dtype)
             outputs[f"{name}_embed"] = embed
@@ -127,7 +134,7 @@ class Towers(MultiEncoder):
             modality: One of `modalities`.
             columns: Those that COLUMNS has for it.
         """
-        return _embedding(self.get_submodule(modality)(*columns))
+        return Encoded.embedding(self.get_submodule(modality)(*columns))
 
     def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         return self.embed("text", input_ids, attention_mask)
@@ -194,7 +201,3 @@ def _build_towers(
         yield "audio", build_pretrained_audio(spec.audio, inputs, source)
     if inputs.frames:
         yield "video", FrameEncoder(spec, source)
-
-
-def _embedding(result: Encoded | Tensor) -> Tensor:
-    return result.embed if isinstance(result, Encoded) else result

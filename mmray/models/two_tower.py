@@ -4,33 +4,20 @@ space.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from mmray.models.caption_decoder import build_decoder
 from mmray.models.clip import DualEncoder, l2_normalize
 from mmray.models.encoders.image import ImageEncoder, build_image_tower
 from mmray.models.encoders.text import build_text_tower, masked_mean
 from mmray.models.pixels import EmbedPixels, NormalizePixels
-from mmray.models.protocol import PRETRAINED, WeightSource
+from mmray.models.protocol import PRETRAINED, Encoded, WeightSource
 
 if TYPE_CHECKING:
     from mmray.config import Inputs
-    from mmray.config.model_kinds import TowerModel
-
-
-class Encoded(NamedTuple):
-    """What a branch computes for B rows.
-
-    Attributes:
-        features: Features of each of N positions (patches, tokens, frames) [B, N, W].
-        mask: int64 [B, N], 0 for padding; None for images, which have none.
-        embed: L2-normalized embeddings [B, D]; arbitrary for a row without the modality.
-    """
-
-    features: Tensor
-    mask: Tensor | None
-    embed: Tensor
+    from mmray.config.model_kinds import TwoTower as TwoTowerConfig
 
 
 class Branch(nn.Module):
@@ -98,15 +85,17 @@ class TwoTower(DualEncoder):
     text: Branch
 
     def __init__(
-        self, spec: TowerModel, vocab_size: int, source: WeightSource = PRETRAINED
+        self, spec: TwoTowerConfig, vocab_size: int, source: WeightSource = PRETRAINED
     ) -> None:
         inputs = spec.inputs
         image = build_image_tower(spec.image, inputs.image_side, spec.batch_norm, source)
         text = build_text_tower(spec.text, vocab_size, inputs.max_tokens, source)
+        decoder = build_decoder(spec, image.width, vocab_size, source, image)
         super().__init__(
-            Branch(image, spec.embed_dim, inputs),
+            Branch(image, spec.embed_dim, inputs, with_features=decoder is not None),
             Branch(text, spec.embed_dim),
             spec,
+            decoder,
         )
 
     def architecture(self) -> dict[str, Any]:

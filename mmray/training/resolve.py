@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mmray.config import Config, Vlm
+from mmray.config import Config, Model, Vlm
 from mmray.config.data import FULL_SHUFFLE
 from mmray.data.images.sample import write_once
 from mmray.data.prepare.pipeline import PrepareProgress
@@ -121,8 +121,7 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     tokenizer_json = ""
     if not isinstance(model, Vlm):  # its processor is in its weights
         tokenizer_json = load_tokenizer(config.model.inputs.tokenizer, train_set.tokenizer_json)
-        vocab_size = TextEncoder(tokenizer_json, model.inputs.max_tokens).vocab_size
-        model = model.with_vocab(vocab_size, declared_pad_id(tokenizer_json))
+        model = _with_vocab_of(tokenizer_json, model)
     resolved_config = config.replace(
         model=model,
         data=config.data.replace(shuffle_blocks=FULL_SHUFFLE if shuffle is None else str(shuffle)),
@@ -145,6 +144,21 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
         data_identity["teacher"] = f"{config.objective.teacher} {digest[:16]}"
         resolved = replace(resolved, teacher=teacher)
     return resolved
+
+
+def _with_vocab_of(tokenizer_json: str, model: Model) -> Model:
+    """Return the `model` section with the vocabulary size of a tokenizer.
+
+    Raises:
+        UsageError: The tokenizer does not suit the model.
+    """
+    encoder = TextEncoder(tokenizer_json, model.inputs.max_tokens)
+    if getattr(model, "has_decoder", False) and encoder.end_id is None:
+        raise UsageError(
+            f"model.decoder: the tokenizer ({model.inputs.tokenizer}) adds no token at the end of "
+            "a text, so generated captions would not end; set another --model.inputs.tokenizer"
+        )
+    return model.with_vocab(encoder.vocab_size, declared_pad_id(tokenizer_json))
 
 
 def _resolve_conversations(resolved: ResolvedRun, reporter: RunReporter) -> ResolvedRun:

@@ -29,11 +29,12 @@ from mmray.storage.paths import to_path
 if TYPE_CHECKING:
     from mmray.config import Config
 
-# objective: head of `towers`, and the flags with which the model has it, and has not
+# objective: head of the model, and the flags with which the model has it, and has not
 HEADS = {
     "matching": ("matching", "--model.matching True", "--model.matching False"),
     "clip_matching": ("matching", "--model.matching True", "--model.matching False"),
     "classification": ("classes", "--model.classes N", "--model.classes 0"),
+    "captioning": ("has_decoder", "--model.decoder.depth N", "--model.decoder.depth 0"),
 }
 
 
@@ -289,7 +290,13 @@ def objective_reasons(config: Config) -> list[str]:
                 f"not {kind}; set --objective.kind, such as {usable[0]}, or --model.kind"
             )
         elif head and not getattr(model, head):
-            reasons.append(f"objective {term} needs a head; set {flag}")
+            part = "decoder" if term == "captioning" else "head"
+            reasons.append(f"objective {term} needs a {part}; set {flag}")
+        elif term == "captioning" and model.lora.rank and "decoder" not in model.lora.train:
+            reasons.append(
+                "objective captioning: model.lora freezes the decoder, which has no trained "
+                "weights; set --model.lora.train decoder"
+            )
         elif term == "sigmoid" and model.logit_bias is None:
             reasons.append(
                 "objective sigmoid needs a bias of the scores; set --model.logit-bias, "
@@ -299,6 +306,11 @@ def objective_reasons(config: Config) -> list[str]:
         return reasons  # weights without gradient may be frozen, or trained by the user's objective
     if isinstance(model, Towers) and not reasons:
         reasons += _untrained_branches(model, terms)
+    if [*terms] == ["captioning"]:
+        reasons.append(
+            "objective captioning does not train the text branch; set --objective.kind "
+            '"contrastive + captioning", or --optimizer.freeze text'
+        )
     for term, (head, _, off) in HEADS.items():
         if term in usable and getattr(model, head) and term not in terms:
             advice = f"add `+ {term}` to --objective.kind, or set {off}"

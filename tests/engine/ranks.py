@@ -55,6 +55,7 @@ KINDS = (
     "0.5 * sigmoid",
     "matching",
     "contrastive + 2 * distillation + 0.5 * feature_distillation",
+    "contrastive + 0.5 * captioning",
     "contrastive + 0.5 * matching + 0.25 * classification",
     "sigmoid + 0.5 * contrastive",
 )
@@ -180,6 +181,11 @@ TWO_RANKS: dict[str, tuple[Train, Train]] = {
     "sigmoid, gathered in parts": IN_PARTS,
     **{kind: variant(train_objective(kind), micro=4) for kind in KINDS},
     **{f"clipped, {way}": variant(CLIPPED, parallel=way) for way in ("ddp", "fsdp")},
+    "captioner, fsdp": variant(
+        partial(recipe_models.train_kind, "captioner", parallel="single"),
+        parallel="fsdp",
+        checkpointing=True,
+    ),
     "resnet18, fsdp": variant(
         partial(recipe_models.train_kind, "resnet18", parallel="single", steps=1), parallel="fsdp"
     ),

@@ -30,6 +30,7 @@ from tests.gpu.device_checks import (  # noqa: F401 - for other tests
     IMAGE_INPUTS,
     INPUTS,
     MODELS,
+    SHAPE,
     TEXT,
     TOWERS,
     VOCAB,
@@ -89,6 +90,12 @@ OTHER_MODELS: dict[str, tuple[config.Model, str]] = {
             inputs=INPUTS, image=RESNET, text=TOWERS["text"], embed_dim=8, batch_norm="frozen"
         ),
         "contrastive",
+    ),
+    "captioner": (
+        config.Siglip(
+            inputs=INPUTS, image=IMAGE, text=TEXT, decoder=config.CaptionDecoder(**SHAPE)
+        ),
+        "sigmoid + 2 * captioning",
     ),
     "towers": (TOWERS_SPEC, PAIRS),
     "towers with heads": (

@@ -24,6 +24,7 @@ from mmray.engine.parallel.strategy import strategy_class
 from mmray.engine.precision import Precision, fork_seeded_rng, micro_seed
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.run_state import LoopResult, TrainSpec, TrainState
+from mmray.models.caption_decoder import CaptionDecoder
 from mmray.objectives.contrastive import Contrastive, Sigmoid
 from mmray.objectives.matching import gumbel_noise
 
@@ -131,6 +132,9 @@ class Toy(nn.Module):
                 self.fuse = nn.Sequential(*layers)
             if "classification" in kind:
                 self.classifier = nn.Linear(DIM, CLASSES)
+            if "captioning" in kind:
+                shape = SimpleNamespace(width=WIDTH, depth=1, heads=2, dropout=dropout)
+                self.decoder = CaptionDecoder(shape, DIM // 2, VOCAB, MAX_TOKENS)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         image, ids = self.image(batch["image"]), batch["input_ids"]
@@ -138,6 +142,9 @@ class Toy(nn.Module):
         outputs = {"image_embed": image, "text_embed": text, **self.scalar_outputs()}
         if hasattr(self, "classifier"):
             outputs["class_logits"] = self.classifier(image)
+        if hasattr(self, "decoder"):
+            features = image.unflatten(1, (2, -1))
+            outputs["caption_losses"] = self.decoder(features, ids, batch["attention_mask"])
         if "negative_ids" in batch:
             negative = self.text(batch["negative_ids"], batch["negative_mask"])
             outputs["match"] = self.fuse(torch.cat([image, text], dim=1))[:, 0]
@@ -369,6 +376,10 @@ def naive_loss(kind: str, outputs: list[Batch], micro_batches: list[Batch]) -> T
         own = [each[kept] if each.ndim else each for each in map(column, names)]
         return formula(*own, *(each[kept] for each in teacher))
 
+    def captioning() -> Tensor:
+        lengths = [micro["attention_mask"].sum(1)[micro["valid"]] for micro in micro_batches]
+        return column("caption_losses").sum() / torch.cat(lengths).sum()
+
     pair = ("image_embed", "text_embed", "logit_scale")
     formulas = {
         "contrastive": lambda: naive_contrastive(*map(column, pair)),
@@ -377,6 +388,7 @@ def naive_loss(kind: str, outputs: list[Batch], micro_batches: list[Batch]) -> T
             column("match"), column("match_negative"), column("has_negative", micro_batches)
         ),
         "classification": classification,
+        "captioning": captioning,
         "distillation": lambda: with_teacher(naive_distillation, *pair),
         "feature_distillation": lambda: with_teacher(naive_feature_distillation, *pair[:2]),
     }

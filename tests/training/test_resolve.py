@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mmray.config import ClipInputs, Prepare, Towers, Vlm
+from mmray.config import CaptionDecoder, ClipInputs, Prepare, Towers, TwoTower, Vlm
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.store.manifest import read_manifest, write_manifest
@@ -76,6 +76,20 @@ def test_images_that_prepare_accepted_are_valid_in_training_and_evaluation(tmp_p
         .max_pixels
         == 400
     )
+
+
+def test_decoder_needs_a_tokenizer_that_ends_texts(tmp_path):
+    """The tokenizer of the set has an end token; without one generated captions would not end."""
+    made = make_set(tmp_path / "set", [row(number) for number in range(50)])
+    without_end = tmp_path / "tokenizer.json"
+    values = json.loads(made.tokenizer_json) | {"post_processor": None}
+    without_end.write_text(json.dumps(values))
+    wanted = config(tmp_path / "set", tmp_path, "run")
+    model = TwoTower(**dict(wanted.model) | {"decoder": CaptionDecoder(width=16, depth=1, heads=2)})
+    assert resolve_run(wanted.replace(model=model), Silent()).config.model.has_decoder
+    inputs = model.inputs.replace(tokenizer=str(without_end))
+    with pytest.raises(UsageError, match=r"tokenizer.json\) adds no token at the end of a text"):
+        resolve_run(wanted.replace(model=model.replace(inputs=inputs)), Silent())
 
 
 def prepared_with(folder, **settings):

@@ -100,6 +100,9 @@ class TextEncoder:
     Attributes:
         pad_id: Id of the padding token; 0 if the tokenizer has none.
         vocab_size: The largest token id plus 1.
+        has_start: Whether a special token precedes each text.
+        end_id: Id of the special token at the end of each text, which occurs only there; None: the
+            tokenizer has none.
         repairs_texts: Whether `format_caption` applies `repair_text`: for CLIP's vocabulary.
     """
 
@@ -115,6 +118,11 @@ class TextEncoder:
         )
         self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
         self.tokenizer.no_padding()
+        text = self.tokenizer.encode("a")
+        special = text.special_tokens_mask
+        self.has_start = 0 in special and special[0] == 1
+        has_end = 0 in special and special[-1] and text.ids.count(text.ids[-1]) == 1
+        self.end_id = text.ids[-1] if has_end else None
         self.tokenizer.enable_truncation(max_tokens)  # truncates the text but keeps [CLS] and [SEP]
         self.repairs_texts = is_clip_bpe(self.tokenizer)
 
@@ -136,6 +144,12 @@ class TextEncoder:
         for target, row in zip(ids, rows, strict=True):
             target[: len(row)] = row
         return ids, num_tokens
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of token ids up to the end token, without special tokens."""
+        if self.end_id in ids:
+            ids = ids[: ids.index(self.end_id)]
+        return str(self.tokenizer.decode(ids))
 
 
 def remove_tokens(text: str, tokens: Collection[str]) -> str:

@@ -29,8 +29,8 @@ class Branches(Strategy):
         reasons = one_worker_reasons(config)
         if not model.shares_only_loss:
             reasons.append(
-                f"train.parallel branches needs an image and a text tower, not `{model.kind}`; "
-                "use `ddp`"
+                "train.parallel branches needs an image and a text tower without other parts such "
+                f"as a decoder, not `{model.kind}`; use `ddp`"
             )
         text_dropout = getattr(getattr(model, "text", None), "dropout", 0)
         if text_dropout or getattr(model, "patch_dropout", 0):

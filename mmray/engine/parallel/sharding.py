@@ -91,7 +91,7 @@ def shard(
         if has_weights and name in buffers:
             group.broadcast(value)
     # Evaluation calls these instead of forward.
-    for name in (*EMBEDDING_METHODS, "head_scores", "answer"):
+    for name in (*EMBEDDING_METHODS, "head_scores", "caption", "answer"):
         if hasattr(module, name):
             register_fsdp_forward_method(module, name)
     return module

@@ -18,7 +18,8 @@ from mmray.models.weights import transformer_config
 
 if TYPE_CHECKING:
     from mmray.config import CrossAttention
-    from mmray.models.two_tower import Encoded
+    from mmray.config.model_kinds import DropoutTransformer
+    from mmray.models.protocol import Encoded
 
 
 class CrossEncoder(nn.Module):
@@ -57,18 +58,7 @@ class CrossEncoder(nn.Module):
         self.position = None
         if num_positions:
             self.position = nn.Parameter(0.02 * torch.randn(1, num_positions, spec.width))
-        self.layers = nn.ModuleList(
-            nn.TransformerDecoderLayer(
-                spec.width,
-                spec.heads,
-                dim_feedforward=transformer_config(spec)["intermediate_size"],
-                dropout=spec.dropout,
-                activation="gelu",
-                batch_first=True,
-                norm_first=True,
-            )
-            for _ in range(spec.depth)
-        )
+        self.layers = cross_attention_layers(spec)
         self.norm = nn.LayerNorm(spec.width)
 
     def forward(self, media: Mapping[str, Encoded], text: Encoded) -> Tensor:
@@ -94,3 +84,21 @@ class CrossEncoder(nn.Module):
                 hidden, memory, tgt_key_padding_mask=padding, memory_key_padding_mask=absent
             )
         return masked_mean(self.norm(hidden), text.mask)
+
+
+def cross_attention_layers(spec: DropoutTransformer) -> nn.ModuleList:
+    """Return pre-norm layers of self-attention, cross-attention and an MLP, for a section with
+    width, depth, heads and dropout.
+    """
+    return nn.ModuleList(
+        nn.TransformerDecoderLayer(
+            spec.width,
+            spec.heads,
+            dim_feedforward=transformer_config(spec)["intermediate_size"],
+            dropout=spec.dropout,
+            activation="gelu",
+            batch_first=True,
+            norm_first=True,
+        )
+        for _ in range(spec.depth)
+    )

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from mmray.data.text.tokenizer import TextEncoder, is_clip_bpe
 from mmray.errors import UsageError
 from mmray.models import lora
+from mmray.models.caption_decoder import DECODER_FILE
 from mmray.models.export import open_clip as open_clip_files
 from mmray.models.open_clip import rename_from_hf
 from mmray.models.protocol import Model, as_model
@@ -128,6 +129,8 @@ def export(
     """
     out = to_path(out)
     model = as_model(module)
+    if adapters_only and "decoder" in model.branches():
+        raise UsageError("--adapters: peft cannot save the decoder of captions; leave it out")
     hf = transformers_config(model, tokenizer_json)
     tokenizer, tokenizer_config = hf_tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
     config = {EXPORT_MARKER: VERSION, "model": spec, "architecture": model.architecture()}
@@ -149,15 +152,25 @@ def export(
         if adapters_only:
             rename = partial(_rename, model.hf_names)
             lora.save_adapters(model, spec["lora"], spec["weights"], folder, rename)
-        elif format == "open_clip":
-            save_weights(rename_from_hf(to_hf_state(model)), folder / open_clip_files.WEIGHTS)
         else:
-            save_weights(model.state_dict() if hf is None else to_hf_state(model), folder / WEIGHTS)
+            state = model.state_dict() if hf is None else to_hf_state(model)
+            _write_weights(dict(state), folder, format)
         for name, content in files.items():
             if content is not None:
                 text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
                 (folder / name).write_text(text)
     return out
+
+
+def _write_weights(state: dict[str, Tensor], folder: Path, format: ExportFormat) -> None:
+    """Write the weights of a model, and those of its decoder of captions to a file of their own."""
+    decoder = {name: state.pop(name) for name in [*state] if name.startswith("decoder.")}
+    if decoder:
+        save_weights(decoder, folder / DECODER_FILE)
+    if format == "open_clip":
+        save_weights(rename_from_hf(state), folder / open_clip_files.WEIGHTS)
+    else:
+        save_weights(state, folder / WEIGHTS)
 
 
 @contextmanager
@@ -238,15 +251,8 @@ def transformers_config(model: Model, tokenizer_json: str) -> dict[str, Any] | N
         The values by name, such as `architectures` and `model_type`; None if transformers has no
         class that computes the same.
     """
-    tokenizer = Tokenizer.from_str(tokenizer_json)
-    tokenizer.no_padding()
-    caption = tokenizer.encode("a")
-    ids = caption.ids
-    special = caption.special_tokens_mask
-    # An end token occurs only at the end.
-    has_end = 0 in special and special[-1] and ids.index(ids[-1]) == len(ids) - 1
-    pad_id = TextEncoder(tokenizer_json, 8).pad_id
-    return model.export_hf_config(ids[-1] if has_end else None, pad_id)
+    encoder = TextEncoder(tokenizer_json, 8)
+    return model.export_hf_config(encoder.end_id, encoder.pad_id)
 
 
 def _rename(prefixes: Mapping[str, str], name: str) -> str:

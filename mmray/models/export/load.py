@@ -24,6 +24,7 @@ from mmray.data.text.tokenizer import TextEncoder, clean_caption
 from mmray.errors import DataError, UsageError
 from mmray.models import lora
 from mmray.models.build import build
+from mmray.models.caption_decoder import DECODER_FILE
 from mmray.models.export import open_clip as open_clip_files
 from mmray.models.export.export import CONFIG, TOKENIZER, WEIGHTS, from_hf_state
 from mmray.models.export.vlm import as_section, load_vlm, read_spec
@@ -66,6 +67,9 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
         is_open_clip = (path / open_clip_files.CONFIG).exists()
         with local_copy(path / (open_clip_files.WEIGHTS if is_open_clip else WEIGHTS)) as file:
             weights = rename_to_hf(load_file(file)) if is_open_clip else load_file(file)
+        if (path / DECODER_FILE).exists():
+            with local_copy(path / DECODER_FILE) as file:
+                weights |= load_file(file)
         spec = as_section(config["model"])
         spec.settings = config["model"].get("settings", {})  # free settings of a user's own model
         encoder = TextEncoder(tokenizer_json, spec.inputs.max_tokens)
@@ -88,7 +92,8 @@ class Embedder:
     """Embeds images and texts in one space; the dot product of two embeddings is their similarity.
 
     `embed_images` and `embed_texts` take lists of N inputs and return L2-normalized tensors float32
-    [N, D]. `match` and `classify` return probabilities of the heads of a model that has them.
+    [N, D]. `match` and `classify` return probabilities of the heads of a model that has them, and
+    `caption` the captions of its decoder.
     Images are PIL images, encoded bytes, or paths. Methods raise DataError with the index of the
     first unreadable image or text.
 
@@ -126,6 +131,25 @@ class Embedder:
             return self.model.embed_text(**self._tokens(start, part))
 
         return self._in_batches(embed, batch, texts)
+
+    def caption(self, images: Sequence[ImageInput], batch: int = 64) -> list[str]:
+        """Return a caption of each of N images, by the most likely token at each position.
+
+        Raises:
+            UsageError: The model has no decoder of captions.
+            DataError: An image is unreadable; the message has its index.
+        """
+        if getattr(self.model, "decoder", None) is None:
+            raise UsageError(
+                "this model has no decoder of captions; train one of kind `two_tower`, `clip` or "
+                "`siglip` with --model.decoder.depth N --objective.kind 'contrastive + captioning'"
+            )
+
+        def generate(start: int, part: Sequence[ImageInput]) -> Tensor:
+            return self.model.caption(self._pixels(start, part), self._encoder.end_id)
+
+        ids = self._in_batches(generate, batch, images).long().tolist()
+        return [self._encoder.decode(row) for row in ids]
 
     def match(self, images: Sequence[ImageInput], texts: Sequence[str], batch: int = 64) -> Tensor:
         """Return the probability that image i and text i match, from the matching head: float32 [N]
