@@ -18,6 +18,7 @@ MAIN_METRICS = (
     ("choice_accuracy", "choice accuracy", ".1%"),
     ("exact_match", "exact match", ".1%"),
     ("perplexity", "perplexity", ".3f"),
+    ("caption_perplexity", "caption perplexity", ".3f"),
     ("token_accuracy", "token accuracy", ".1%"),
 )
 

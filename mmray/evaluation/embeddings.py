@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mmray.data.stream.collate import Batch
 from mmray.evaluation import retrieval
 from mmray.evaluation.batches import EvalDataset, Group
+from mmray.evaluation.captions import perplexity
 from mmray.evaluation.classification import HeadHits
 from mmray.evaluation.retrieval import RankedDirection, RetrievalItems, number_equal, rank_direction
 from mmray.models.protocol import Outputs, as_model, is_sharded
@@ -40,7 +41,8 @@ class EmbeddingSet:
         text: Embeddings of the U distinct texts of captions, float32 [U, D].
         text_id: int64 [C], index in `text` of each caption.
         locations: Row that has the caption, and its number within the row, int64 [C, 2].
-        head_metrics: Accuracy of the classification heads.
+        head_metrics: Accuracy of the classification heads, and `caption_perplexity` of the first
+            captions, if the model has a decoder of captions.
         scalar_outputs: Outputs of the model that belong to no row, scalars by name, such as
             `logit_scale`.
     """
@@ -88,19 +90,27 @@ def embed_dataset(
     with eval_mode(model):
         synthetic = _synthetic_batch(data, group.device)
         outputs = model(synthetic)
+        has_captions = with_texts and "caption_losses" in outputs
+        losses = [torch.zeros(0, 2, dtype=torch.float64)]
         images = [model.embed_image(synthetic["image"])[:0].float().cpu()]
         texts = images.copy()
         hits = HeadHits(as_model(model).head_scores(synthetic))
         batches = data.batches(group.rank, group.world_size, data.settings.limit)
         for own in steps_in_lockstep(model, batches, group):
             batch = synthetic if own is None else own
-            image = model.embed_image(batch["image"].to(group.device)).float().cpu()
+            rows = _with_first_captions(batch, group.device)
+            if has_captions:
+                outputs = model(rows)
+            image = outputs["image_embed"] if has_captions else model.embed_image(rows["image"])
             text = embed_texts(model, batch, data.settings.batch, group) if with_texts else None
-            heads = as_model(model).head_scores(_with_first_captions(batch, group.device))
+            heads = as_model(model).head_scores(rows)
             if own is None:
                 continue
+            if has_captions:
+                columns_of_loss = outputs["caption_losses"], rows["attention_mask"].sum(dim=1)
+                losses.append(torch.stack([each.double().cpu() for each in columns_of_loss], 1))
             hits.add(heads)
-            images.append(image)
+            images.append(image.float().cpu())
             for name in ROW_COLUMNS:
                 columns[name].append(own[name])
             if text is not None:
@@ -112,7 +122,8 @@ def embed_dataset(
         gathered,
         gather_rows(images, group),
         gather_rows(texts, group),
-        head_metrics=hits.metrics(group),
+        head_metrics=hits.metrics(group)
+        | perplexity(gather_rows(losses, group), data.encoder.has_start),
         scalar_outputs={name: outputs[name].detach() for name in objective.scalar_output_names},
     )
 

@@ -20,8 +20,15 @@ from mmray.data.stream.collate import token_columns
 from mmray.errors import DataError
 from mmray.evaluation import retrieval
 from mmray.evaluation.batches import EvalDataset, Group, SaveExamples
+from mmray.evaluation.captions import PERPLEXITY, caption_examples
 from mmray.evaluation.classification import classes_before, zero_shot_metrics
-from mmray.evaluation.embeddings import EmbeddingSet, embed_dataset, embed_texts, eval_mode
+from mmray.evaluation.embeddings import (
+    EmbeddingSet,
+    embed_dataset,
+    embed_texts,
+    eval_mode,
+    in_lockstep,
+)
 from mmray.evaluation.examples import RetrievalExamples
 from mmray.objectives.protocol import Objective, split_objective
 
@@ -62,8 +69,9 @@ class Evaluator(EvalDataset):
             With class names, unless the task is `retrieval`, `zero_shot/top_1`,
             `zero_shot/top_5`, `zero_shot/mean_per_class_recall` and `zero_shot/rows`. With a
             classification head `classification/top_1`, `classification/top_5` and
-            `classification/rows`. Recall and accuracy are 0 to 1; there is no `top_5` with at most
-            5 classes. And those of `evaluate.metrics`.
+            `classification/rows`, with a decoder of captions `caption_perplexity`. Recall and
+            accuracy are 0 to 1; there is no `top_5` with at most 5 classes. And those of
+            `evaluate.metrics`.
 
         Raises:
             DataError: No row is readable, or a label has no class name.
@@ -74,20 +82,13 @@ class Evaluator(EvalDataset):
         bad_rows = self.count_bad_rows(len(embedded.row), group)
         metrics = {"rows": float(len(embedded.row))}
         if retrieves:
-            examples = RetrievalExamples(self.prepared, group.device, self.max_pixels)
-            for direction, ranked in embedded.rank(group).items():
-                metrics |= retrieval.retrieval_metrics(ranked.ranks, direction)
-                if save_examples is not None:
-                    examples.add(direction, ranked)
-            metrics |= retrieval.mean_recall(metrics)
             loss_batch = settings.loss_batch or global_batch_size
+            metrics |= self._retrieval(model, embedded, group, save_examples)
             loss = embedding_loss(embedded, group, objective, loss_batch)
             loss_rows = min(loss_batch, len(embedded.row))
             if loss and loss_rows != global_batch_size:
                 loss["loss_rows"] = float(loss_rows)
             metrics |= loss
-            if save_examples is not None:
-                save_examples(examples.values(len(embedded.row)))
         embeds = {"image": embedded.image}
         label = self._own_labels(embedded.label)
         classes = settings.classes or self.prepared.manifest.class_names
@@ -105,6 +106,32 @@ class Evaluator(EvalDataset):
             embeds["text"] = embedded.text[embedded.text_id]
         metrics |= embedded.head_metrics | {"bad_rows": float(bad_rows)}
         return self.add_own_metrics(metrics, group, embeds, label)
+
+    def _retrieval(
+        self,
+        model: nn.Module,
+        embedded: EmbeddingSet,
+        group: Group,
+        save_examples: SaveExamples | None,
+    ) -> dict[str, float]:
+        """Return recall and median rank in both directions, and save examples."""
+        examples = RetrievalExamples(self.prepared, group.device, self.max_pixels)
+        metrics: dict[str, float] = {}
+        ranks = embedded.rank(group)
+        for direction, ranked in ranks.items():
+            metrics |= retrieval.retrieval_metrics(ranked.ranks, direction)
+            if save_examples is not None:
+                examples.add(direction, ranked)
+        # The ranks of a sharded model generate together.
+        generates = save_examples is not None or in_lockstep(model, group)
+        if generates and PERPLEXITY in embedded.head_metrics:
+            with eval_mode(model):
+                examples.generated = caption_examples(
+                    model, self, ranks["image_to_text"], group.device
+                )
+        if save_examples is not None:
+            save_examples(examples.values(len(embedded.row)))
+        return metrics | retrieval.mean_recall(metrics)
 
     def _own_labels(self, labels: Tensor) -> Tensor:
         """Return the labels as the set numbers its classes, from those that rows have in a run."""

@@ -95,6 +95,9 @@ class RetrievalExamples:
         device: Where scores are computed.
         max_pixels: Images with more pixels are not decoded.
         clip_s: Longest clip of audio and video in seconds; None: the set has images.
+
+    Attributes:
+        generated: Captions that the model generated for images, by `row` as text.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class RetrievalExamples:
         self._directions: dict[str, list[dict[str, Any]]] = {}
         self._images: dict[str, str] = {}
         self._clips: dict[str, Any] = {}
+        self.generated: dict[str, str] = {}
 
     def add(self, direction: str, ranked: RankedDirection) -> None:
         """Choose hits and misses of a direction, and decode their media.
@@ -157,9 +161,12 @@ class RetrievalExamples:
             `7.1`. By `row` as text, `images` has a thumbnail, or the middle frame of a video, as
             data URI, and `clips` (missing for a set of images) {start_s, end_s, frames: [{time_s,
             image}], sound}, with thumbnails and an MP3 (None: no sound) as data URIs; what cannot
-            be decoded is missing. `rows` is the number of images or clips.
+            be decoded is missing. `generated` (missing without) has captions of the model by
+            `row`. `rows` is the number of images or clips.
         """
         clips = {} if self._clip_s is None else {"clips": self._clips}
+        if self.generated:
+            clips["generated"] = self.generated
         return {"rows": num_rows, **self._directions, **clips, "images": self._images}
 
     def _describe(self, location: Tensor, shows_media: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from mmray.config import Batch, Config, Data, Evaluate, Objective, Optimizer, Ru
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.engine.checkpoint import state_io
 from mmray.errors import UsageError
+from mmray.evaluation import EXAMPLES
 from mmray.training.evaluate_export import export_model
 from tests.engine import recipe_models
 from tests.engine.single_worker import run_config
@@ -19,7 +21,7 @@ from tests.training.runs import lines, same_weights
 
 STEPS = 6
 OBJECTIVES = {"fusion": "contrastive + 0.5 * matching + classification"}
-KINDS = ("clip", "siglip", "fusion")
+KINDS = ("clip", "siglip", "fusion", "captioner")
 
 
 def labeled_row(number):
@@ -38,7 +40,7 @@ def prepared(tmp_path_factory):
 
 
 def config_of(kind, storage):
-    model, objective = recipe_models.MODELS[kind]
+    model, objective = (recipe_models.MODELS | recipe_models.OTHER_MODELS)[kind]
     inputs = {"fit": "squash", "max_tokens": 12}
     changes = {"patch_dropout": 0.5} if kind == "clip" else {}
     if kind == "fusion":
@@ -54,7 +56,7 @@ def config_of(kind, storage):
             log_every=1,
             checkpoint_every=3,
             ema=0.5,
-            activation_checkpointing=("image", "text"),
+            activation_checkpointing=model.branches if kind == "captioner" else ("image", "text"),
         ),
         evaluate=Evaluate(classes=("a", "red", "one")),
         run=Run(name=kind, storage=str(storage)),
@@ -90,6 +92,15 @@ def test_each_kind_trains_resumes_and_exports(kind, prepared, tmp_path):
         == ("train/loss_matching" in logged[0])
         == (kind == "fusion")
     )
+    is_captioner = kind == "captioner"
+    assert ("caption_perplexity" in metrics) == ("train/loss_captioning" in logged[0])
+    assert ("caption_perplexity" in metrics) == is_captioner
+    examples = json.loads((tmp_path / "run" / EXAMPLES).read_text())
+    if is_captioner:
+        keys = {str(each["row"]): each["key"] for each in examples["image_to_text"]}
+        assert examples["generated"].keys() == keys.keys()
+        images = [png(int(key.removeprefix("row-"))) for key in keys.values()]
+        assert [*examples["generated"].values()] == model.caption(images)
     scores = model.embed_images([png(3), png(200)]) @ model.embed_texts(CAPTIONS).T
     assert scores.shape == (2, 3) and scores.isfinite().all()
     if kind != "fusion":

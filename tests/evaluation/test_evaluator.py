@@ -612,3 +612,47 @@ def test_examples_agree_with_the_recall_and_with_the_set(prepared: PreparedSet) 
                     assert answer["correct"] == (answer["caption"] in row.texts)
                 else:
                     assert answer["correct"] == (item["caption"] in texts)
+
+
+class Captioning(Toy):
+    """Has losses of captions in its outputs, and names the gray level of an image."""
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        squares = batch["input_ids"].square() * batch["attention_mask"]
+        gray = batch["image"][:, 0, 0, 0]
+        return super().forward(batch) | {"caption_losses": squares.sum(1) / 100 + gray / 255}
+
+    def caption(self, image: Tensor, end_id: int) -> Tensor:
+        word = 5 + image[:, 0, 0, 0].long() % 9
+        end = torch.full_like(word, end_id)
+        return torch.stack([word, end, word], dim=1)
+
+
+@pytest.mark.parametrize("world", [1, 3, 30])
+def test_perplexity_is_that_of_the_tokens_of_first_captions(
+    prepared: PreparedSet, world: int
+) -> None:
+    encoder = TextEncoder(prepared.tokenizer_json or "", INPUTS.max_tokens)
+    loss = num_tokens = 0.0
+    for number, each in enumerate(prepared.read(np.arange(NUM_ROWS))):
+        if number == 4:  # not an image
+            continue
+        ids, _ = encoder.encode(each.texts[:1])
+        loss += np.square(ids.astype(float)).sum() / 100 + number / 255  # its gray level
+        num_tokens += ids.size - 1  # without [CLS]
+    for metrics in score(prepared, model=Captioning, world=world):
+        assert metrics["caption_perplexity"] == pytest.approx(math.exp(loss / num_tokens))
+
+
+def test_examples_have_generated_captions_up_to_the_end(prepared: PreparedSet) -> None:
+    saved: list[dict[str, Any]] = []
+
+    def work(group: Any) -> dict[str, float]:
+        evaluator = Evaluator(prepared, INPUTS, prepared.tokenizer_json or "", SETTINGS)
+        return evaluator.score(Captioning(), group, Contrastive(), 6, saved.append)
+
+    on_ranks(1, work)
+    tokenizer = TextEncoder(prepared.tokenizer_json or "", 8).tokenizer
+    shown = [each["row"] for each in saved[0]["image_to_text"]]
+    expected = {str(number): tokenizer.decode([5 + number % 9]) for number in shown}
+    assert saved[0]["generated"] == expected and len({*expected.values()}) > 2
