@@ -2,7 +2,7 @@
 knows only how frequent tokens are, captions of held-out images, and recall with and without it.
 
 Run `python -m tests.benchmarks.captioning FOLDER [SOURCE]`: recipe `sample` with a decoder of two
-layers. About three minutes on two cores.
+layers. About five minutes on two cores.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def test_export_captions_its_images_and_opens_in_transformers(
         )
 
 
-def test_export_without_decoder_says_how_to_train_one(tmp_path: Path) -> None:
+def test_caption_without_decoder_is_refused_with_the_setting(tmp_path: Path) -> None:
     spec = SPECS["siglip"].model_copy(update={"vocab_size": VOCAB, "decoder": CaptionDecoder()})
     out = export(build(spec, VOCAB), spec.model_dump(mode="json"), TOKENIZER, tmp_path / "m")
     with pytest.raises(UsageError, match=r"no decoder of captions; train one .*depth N"):

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from mmray.config import Batch, Clip, Config, Train
+from mmray.config import Batch, CaptionDecoder, Clip, Config, Objective, Train
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import memory_probe
@@ -247,15 +247,20 @@ def sharded_state(group: Group) -> dict[str, Any]:
 def run_worker(
     group: Group, folder: Path, name: str, kind: str, checkpoint: Path | None = None
 ) -> dict[str, Any]:
-    """Final weights of a six-step run through the worker code, their average, and its loss on
-    held-out rows.
+    """Final weights of a six-step run through the worker code, their average, and its loss and
+    caption perplexity on held-out rows.
 
     Rank 0 has more of these, with more captions. Nothing gathers the whole model.
     """
     options = {"steps": 6, "parallel": kind, "precision": "fp32", "ema": 0.5}
     config = runs.config(folder / "set", folder, name, **options)
     config = config.model_copy(update={"batch": Batch(micro=2, global_=8)})
-    config = config.replace(evaluate=config.evaluate.replace(batch=1))
+    decoder = CaptionDecoder(width=16, depth=1, heads=2)
+    config = config.replace(
+        evaluate=config.evaluate.replace(batch=1),
+        model=config.model.replace(decoder=decoder),
+        objective=Objective(kind="contrastive + captioning"),
+    )
     train_set = PreparedSet.open(str(folder / "set"), "train")
     held_out = PreparedSet.open(str(folder / "held-out"))
     with patch.object(FSDPModule, "unshard", side_effect=AssertionError):
@@ -264,7 +269,8 @@ def run_worker(
         )
     saved = folder / name / "checkpoints" / "step-6"
     weights = state_io.load_weights(saved) | state_io.load_weights(saved, EMA_KEY)
-    return weights | {"held-out loss": torch.tensor(result["scores"]["loss"])}
+    scores = [result["scores"][name] for name in ("loss", "caption_perplexity")]
+    return weights | {"held-out loss": torch.tensor(scores)}
 
 
 def build_without_files(group: Group, folder: Path) -> str:
