@@ -73,7 +73,11 @@ class EvalReader:
 
     Attributes:
         skipped: A message for each row of the last call of `batches` that cannot be read.
+        class_embeddings: Embeddings of classes by their names and prompts, of sets that were scored
+            with the same weights; None: they are not kept.
     """
+
+    class_embeddings: dict[tuple[Any, ...], Tensor] | None = None
 
     def __init__(
         self,

@@ -67,7 +67,9 @@ class SetsEvaluator:
         examples: list[dict[str, Any]] = []
         save = None if save_examples is None else examples.append
         metrics: dict[str, float] = {}
+        class_embeddings: dict[tuple[Any, ...], Any] = {}  # of these weights
         for name, evaluator in self.evaluators.items():
+            evaluator.class_embeddings = class_embeddings
             scores = evaluator.score(model, group, objective, global_batch_size, save)
             in_set = evaluator.prepared.num_rows
             if in_set > (evaluator.settings.limit or in_set):

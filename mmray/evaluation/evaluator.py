@@ -164,6 +164,11 @@ class Evaluator(EvalDataset):
         prompts = self.settings.prompts
         most = -(-len(classes) // group.world_size)  # classes of a rank
         own = classes[group.rank * most : (group.rank + 1) * most]
+        kept = {} if self.class_embeddings is None else self.class_embeddings
+        key = (*classes,), (*prompts,)
+        if key in kept:  # of another set
+            self.on_progress("prompts", len(own) * len(prompts))
+            return kept[key]
         texts = [prompt.replace("{}", name) for name in own for prompt in prompts]
         # Without a class a rank embeds one, because it needs the width.
         captions = [self.encoder.format_caption(text) for text in texts or [""]]
@@ -172,7 +177,8 @@ class Evaluator(EvalDataset):
             on_texts = partial(self.on_progress, "prompts") if texts else None
             text = embed_texts(model, tokens, self.settings.batch, group, on_texts)[: len(texts)]
         mean = text.unflatten(0, (len(own), len(prompts))).mean(dim=1)
-        return group.all_gather_variable(F.normalize(mean, dim=1)).cpu()
+        kept[key] = group.all_gather_variable(F.normalize(mean, dim=1)).cpu()
+        return kept[key]
 
 
 @torch.no_grad()

@@ -656,3 +656,49 @@ def test_examples_have_generated_captions_up_to_the_end(prepared: PreparedSet) -
     shown = [each["row"] for each in saved[0]["image_to_text"]]
     expected = {str(number): tokenizer.decode([5 + number % 9]) for number in shown}
     assert saved[0]["generated"] == expected and len({*expected.values()}) > 2
+
+
+class Counting(Toy):
+    """Counts the texts that it embeds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_texts = 0
+
+    def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        self.num_texts += len(input_ids)
+        return super().embed_text(input_ids + round(self.log_scale.item()), attention_mask)
+
+
+def test_sets_with_equal_classes_share_their_embeddings_until_weights_change(
+    tmp_path: Path,
+) -> None:
+    sets = {}
+    for name, numbers in (("one", range(6)), ("two", range(40, 49)), ("three", range(6))):
+        rows = [replace(row(number), label=number % 2) for number in numbers]
+        made = make_set(tmp_path / name, rows)
+        names = ("a", "red") if name != "three" else ("one", "red")
+        manifest = replace(made.manifest, class_names=names)
+        sets[name] = PreparedSet(made.folder, manifest)
+    wanted = ", ".join(f"{name}={name} (zero_shot)" for name in sets)
+    evaluate = Evaluate(prompts=("{}", "a {}"))
+    config = Config(model=TwoTower(inputs=INPUTS), data=Data(eval=wanted), evaluate=evaluate)
+    tokenizer = sets["one"].tokenizer_json or ""
+    together = build_evaluator(config, sets, tokenizer)
+    model = Counting()
+    for log_scale in (1.5, 3.2):
+        model.log_scale.data.fill_(log_scale)
+        model.num_texts = 0
+        metrics = together.score(model, Group(), Contrastive(), 6)
+        shared = model.num_texts
+        alone = {}
+        for name in sets:
+            single = config.replace(data=Data(eval=f"{name}={name} (zero_shot)"))
+            scores = build_evaluator(single, sets, tokenizer).score(
+                model, Group(), Contrastive(), 6
+            )
+            alone |= scores
+        assert metrics == alone
+        prompts = 2 * 2
+        # also one call for the widths of each set
+        assert model.num_texts - shared == shared + prompts
