@@ -108,6 +108,18 @@ class Bucket:
     def fail(self, method, text, count, status=503):
         self._faults.write_text(f"{method} {text} {count} {status}")
 
+    @contextmanager
+    def slow(self, delay_s):
+        """Each request takes this much longer."""
+        file = self._faults.parent / "delay_s"
+        new = file.with_name("new")
+        new.write_text(str(delay_s))
+        new.rename(file)
+        try:
+            yield
+        finally:
+            file.unlink()
+
     def failures_left(self):
         return int(self._faults.read_text().split()[2])
 

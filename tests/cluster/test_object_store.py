@@ -2,6 +2,7 @@
 disk.
 """
 
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,39 @@ def test_run_on_object_store_resumes_after_kill_stop_and_failing_load(calm, data
     assert not [
         name for name in names if b"canary-of-the-tests" in (outcome.path / name).read_bytes()
     ]
+
+
+class SlowFrom(Silent):
+    """From the second step to the report each request to the store takes 2 s longer."""
+
+    def __init__(self, store):
+        super().__init__()
+        self._store, self._stack = store, ExitStack()
+
+    def step(self, metrics, total_steps):
+        if metrics["step"] == 2:
+            self._stack.enter_context(self._store.slow(2.0))
+        super().step(metrics, total_steps)
+
+    def phase(self, title):
+        super().phase(title)
+        if title == "writing the report":
+            self.close()
+
+    def close(self):
+        self._stack.close()
+
+
+@pytest.mark.slow  # four minutes
+def test_slow_store_costs_no_restart_and_no_step(calm, data, s3, tmp_path):
+    """Requests make a save take half a minute, so some are skipped."""
+    wanted = in_blocks(config(data, s3.address, "slow", ["tests.training.faults:Slowly"]))
+    with closing(SlowFrom(s3)) as reporter:
+        outcome = train(wanted, reporter)
+    assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 0)
+    assert reporter.steps == list(range(1, STEPS + 1))
+    copy = copied(outcome.path, tmp_path / "copy")
+    assert marks(copy) == marks(calm.path) and same_weights(weights(copy), weights(calm.path))
 
 
 def test_all_commands_read_and_write_a_bucket(local_ray, s3, tmp_path):

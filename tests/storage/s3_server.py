@@ -6,13 +6,15 @@ SOCKET is the file descriptor of a listening socket.
 The file FAULTS, if present, holds `METHOD TEXT COUNT STATUS`: the next COUNT requests of this
 method with TEXT in their path are answered with STATUS, 503 (Slow Down) or 400; COUNT is
 decremented in the file. If the file `requests` is next to it, each request is appended as `METHOD
-PATH REQUESTED-BYTES`.
+PATH REQUESTED-BYTES`; a file `delay_s` has the seconds that each request takes longer.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from moto.server import create_backend_app
@@ -30,6 +32,8 @@ class FaultInjector:
         self.app, self.faults, self.lock = app, faults, threading.Lock()
 
     def __call__(self, environ, start_response):
+        with suppress(FileNotFoundError):
+            time.sleep(float((self.faults.parent / "delay_s").read_text()))
         with self.lock:
             self._note(environ)
             status = self._failure(environ)
