@@ -99,6 +99,7 @@ KINDS = {
     "two_tower": ModelKind("mmray.config.model_kinds:TwoTower", "mmray.models.two_tower:TwoTower"),
     "clip": ModelKind("mmray.config.model_kinds:Clip", "mmray.models.clip:Clip", "clip"),
     "siglip": ModelKind("mmray.config.model_kinds:Siglip", "mmray.models.clip:Siglip", "siglip"),
+    "naflex": ModelKind("mmray.config.model_kinds:Naflex", "mmray.models.clip:Naflex", "siglip2"),
     "towers": ModelKind("mmray.config.model_kinds:Towers", "mmray.models.towers:Towers"),
     "vlm": ModelKind("mmray.config.model_kinds:Vlm", "mmray.models.vlm.model:Vlm"),
 }

@@ -32,16 +32,9 @@ MaxTokens = Annotated[
 ]
 
 
-class Inputs(Section, settings_prefix="model.inputs"):
-    """Image preprocessing and tokenization, shared by data, evaluation and export."""
+class InputsBase(Section, settings_prefix="model.inputs"):
+    """Image preprocessing and tokenization, without the size of an image."""
 
-    image_side: int = Field(
-        224, ge=8, le=4096, description="Height and width of the model's input image in pixels."
-    )
-    fit: Fit = Field(
-        "crop",
-        description="How an image becomes square: center `crop`, `squash`, or `pad` with white.",
-    )
     interpolation: Interpolation = Field("bicubic", description="Resampling filter.")
     mean: RGB = Field((0.485, 0.456, 0.406), description="Mean per channel, pixels in 0..1.")
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = Field(
@@ -53,6 +46,18 @@ class Inputs(Section, settings_prefix="model.inputs"):
         "bpe_simple_vocab_16e6.txt.gz), or a hub name.",
     )
     max_tokens: MaxTokens = 64
+
+
+class Inputs(InputsBase):
+    """Image preprocessing and tokenization, shared by data, evaluation and export."""
+
+    image_side: int = Field(
+        224, ge=8, le=4096, description="Height and width of the model's input image in pixels."
+    )
+    fit: Fit = Field(
+        "crop",
+        description="How an image becomes square: center `crop`, `squash`, or `pad` with white.",
+    )
 
 
 TEACHER_OBJECTIVES = {"distillation", "feature_distillation"}

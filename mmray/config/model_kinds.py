@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 
 from mmray.builtin import GROUP_CHANNELS, SAMPLE_VLM
 from mmray.config.base import Section
-from mmray.config.model import ClassNames, Inputs, Model
+from mmray.config.model import RGB, ClassNames, Inputs, InputsBase, Interpolation, Model
 
 EmbedDim = Annotated[int, Field(ge=2, description="Size of the shared embedding.")]
 Temperature = Annotated[
@@ -424,9 +424,11 @@ class HfModel(Model):
         model: Any = self
         if self.weights != "none":  # the weights define the shape
             return _pretrained_reasons("model.weights", self.weights)
-        return _head_reasons(model.image, model.text) + _patch_reasons(
-            self.inputs.image_side, model.image.patch
-        )
+        return _head_reasons(model.image, model.text) + self._size_reasons()
+
+    def _size_reasons(self) -> list[str]:
+        model: Any = self
+        return _patch_reasons(self.inputs.image_side, model.image.patch)
 
 
 class ClipFamily(DualEncoder, HfModel):
@@ -475,6 +477,55 @@ class Siglip(ClipFamily):
             .with_vocab(vocab_size, pad_id)
             .replace(pad_id=pad_id if self.pad_id is None else self.pad_id)
         )
+
+
+class NaflexInputs(InputsBase):
+    """Image preprocessing and tokenization of a model that reads patches of images in their own
+    aspect ratio.
+    """
+
+    interpolation: Interpolation = "bilinear"
+    mean: RGB = (0.5, 0.5, 0.5)
+    std: RGB = (0.5, 0.5, 0.5)
+    patch: int = Field(16, ge=2, le=256, description="Side of a patch in pixels.")
+    max_patches: int = Field(
+        256,
+        ge=4,
+        le=4096,
+        description="Most patches of an image, which is resized to about as many.",
+    )
+
+
+class NaflexImage(Transformer, settings_prefix="model.image"):
+    """Shape of the image encoder of SigLIP 2's NaFlex; unused with `model.weights`, which define
+    it.
+    """
+
+
+class Naflex(Siglip):
+    """Settings of transformers' Siglip2Model (NaFlex): SigLIP with images in their own aspect
+    ratio, as patches within a budget.
+    """
+
+    inputs: NaflexInputs = NaflexInputs()  # type: ignore[assignment]
+    image: NaflexImage = NaflexImage(width=768, depth=12, heads=12)  # type: ignore[assignment]
+
+    def unsupported_reasons(self) -> list[str]:
+        reasons = super().unsupported_reasons()
+        if self.patch_dropout:
+            reasons.append(
+                "model.patch_dropout: kind naflex has a budget of patches instead; set it to 0, "
+                "and model.inputs.max_patches lower"
+            )
+        if self.has_decoder:
+            reasons.append(
+                "model.decoder: it would attend to the padding of images of kind naflex; set "
+                "--model.decoder.depth 0, or train a siglip"
+            )
+        return reasons
+
+    def _size_reasons(self) -> list[str]:
+        return []
 
 
 class VlmInputs(Section, settings_prefix="model.inputs"):

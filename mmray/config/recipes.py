@@ -23,6 +23,8 @@ from mmray.config import (
     FrameTransformer,
     ImageTower,
     Inputs,
+    Naflex,
+    NaflexInputs,
     Objective,
     Optimizer,
     Prepare,
@@ -216,6 +218,15 @@ def siglip() -> Config:
     )
 
 
+def naflex() -> Config:
+    """Return the recipe that fine-tunes Google's SigLIP 2 NaFlex ViT-B/16, which reads images in
+    their own aspect ratio, with the sigmoid loss.
+    """
+    weights = "google/siglip2-base-patch16-naflex"
+    inputs = NaflexInputs(tokenizer=weights, max_tokens=64)
+    return siglip().replace(recipe="naflex", model=Naflex(weights=weights, inputs=inputs))
+
+
 def fusion() -> Config:
     """Return the recipe of ResNet-50 and BERT-base with four cross-attention layers.
 
@@ -289,6 +300,7 @@ _FUNCTIONS = (
     clip,
     clip_scratch,
     siglip,
+    naflex,
     fusion,
     vlm,
     vlm_align,

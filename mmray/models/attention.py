@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # classes of transformers, not imported here
-ATTENTION_CLASSES = ("CLIPAttention", "SiglipAttention")
-MLP_CLASSES = ("CLIPMLP", "SiglipMLP")
+ATTENTION_CLASSES = ("CLIPAttention", "SiglipAttention", "Siglip2Attention")
+MLP_CLASSES = ("CLIPMLP", "SiglipMLP", "Siglip2MLP")
 
 
 def fuse_projections(model: nn.Module) -> None:
@@ -113,20 +113,23 @@ class FusedAttention(nn.Module):
     linear: Callable[[Tensor, Tensor, Tensor], Tensor] = staticmethod(F.linear)
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: None = None, is_causal: bool = False, **_: Any
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        is_causal: bool = False,
+        **_: Any,
     ) -> tuple[Tensor, None]:
-        """Attend to all tokens, or with `is_causal` to earlier ones.
+        """Attend to all tokens, to those of a mask, or with `is_causal` to earlier ones.
 
         Args:
             hidden_states: [B, T, W], where W is the hidden size.
-            attention_mask: Must be None, because neither the image nor the text encoder has a
-                padding mask.
+            attention_mask: bool [B, 1, 1, T], True for the tokens that are attended to, of images
+                with padding; None for others, and for texts.
             is_causal: Mask later tokens.
 
         Returns:
             Hidden states [B, T, W], and None in place of the attention weights.
         """
-        assert attention_mask is None
         projections = self.q_proj, self.k_proj, self.v_proj
         projected: Iterable[Tensor]
         if type(self.q_proj) is nn.Linear:
@@ -139,7 +142,9 @@ class FusedAttention(nn.Module):
         query, key, value = (
             part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in projected
         )
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+        attended = F.scaled_dot_product_attention(
+            query, key, value, attention_mask, is_causal=is_causal
+        )
         return self.out_proj(attended.transpose(1, 2).flatten(2)), None
 
 

@@ -17,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmray.data.images.patches import takes_patches
 from mmray.data.stream.collate import Batch
 from mmray.errors import UsageError
 from mmray.models import open_clip
 from mmray.models.caption_decoder import CaptionDecoder, build_decoder
 from mmray.models.encoders.positions import lengthen_text_model, resize_vision_model
-from mmray.models.pixels import PatchEmbeddings, residual_stream
+from mmray.models.pixels import NaflexEmbeddings, PatchEmbeddings, residual_stream
 from mmray.models.protocol import PRETRAINED, Encoded, Model, Outputs, WeightSource
 from mmray.models.weights import (
     WEIGHTS_SETTING,
@@ -185,7 +186,7 @@ class PretrainedDualEncoder(DualEncoder):
     ) -> None:
         net = self.build_hf(spec, vocab_size, source)
         notes = (
-            resize_vision_model(net.vision_model, spec.inputs.image_side, spec.weights),
+            self.resize_images(net.vision_model, spec),
             lengthen_text_model(
                 net.text_model, spec.inputs.max_tokens, spec.kept_positions, spec.weights
             ),
@@ -205,6 +206,11 @@ class PretrainedDualEncoder(DualEncoder):
             self.log_scale.data.copy_(net.logit_scale.detach().squeeze())
             if self.logit_bias is not None and hasattr(net, "logit_bias"):
                 self.logit_bias.data.copy_(net.logit_bias.detach().squeeze())
+
+    @staticmethod
+    def resize_images(vision_model: Any, spec: ClipFamily) -> str | None:
+        """Adapt the vision model to the size of the images; return a line for the console."""
+        return resize_vision_model(vision_model, spec.inputs.image_side, spec.weights)
 
     def architecture(self) -> dict[str, Any]:
         return {"config": self._hf_config.to_dict()}
@@ -352,13 +358,14 @@ class Siglip(PretrainedDualEncoder):
     }
     text: SiglipText
 
-    @staticmethod
-    def default_hf_config(spec: ClipFamily, vocab_size: int) -> Any:
-        from transformers import SiglipConfig
+    @classmethod
+    def default_hf_config(cls, spec: ClipFamily, vocab_size: int) -> Any:
+        import transformers
 
         text, vision = _hf_configs(spec, vocab_size)
         text |= {"projection_size": spec.image.width, "pad_token_id": 0}
-        return SiglipConfig(text_config=text, vision_config=vision)
+        config_class = getattr(transformers, cls.hf_class).config_class
+        return config_class(text_config=text, vision_config=vision)
 
     @staticmethod
     def text_branch(net: Any, spec: Any) -> nn.Module:
@@ -383,13 +390,37 @@ class Siglip(PretrainedDualEncoder):
         return self.text.length, self.text.pad_id
 
 
+class Naflex(Siglip):
+    """transformers' Siglip2Model: SigLIP with images in their own aspect ratio, as patches within a
+    budget.
+    """
+
+    hf_class = "Siglip2Model"
+
+    @staticmethod
+    def resize_images(vision_model: Any, spec: Any) -> str | None:
+        patch = vision_model.config.patch_size
+        if patch != spec.inputs.patch:
+            raise UsageError(
+                f"model.inputs.patch: {spec.weights} has patches of {patch} pixels, not "
+                f"{spec.inputs.patch}; set it to {patch}"
+            )
+        return None  # positions are resized for each image
+
+
 def _hf_configs(spec: ClipFamily, vocab_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """transformers' config values of the text and the vision model; the ids of special tokens are
     set at export.
     """
     sizes = {"max_position_embeddings": spec.inputs.max_tokens, "vocab_size": vocab_size}
     text = transformer_config(spec.text) | sizes | {"bos_token_id": None, "eos_token_id": None}
-    image = {"image_size": spec.inputs.image_side, "patch_size": spec.image.patch}
+    inputs: Any = spec.inputs
+    if takes_patches(inputs):
+        # the positions, of a square grid
+        num_patches = math.isqrt(inputs.max_patches) ** 2
+        image = {"num_patches": num_patches, "patch_size": inputs.patch}
+    else:
+        image = {"image_size": inputs.image_side, "patch_size": spec.image.patch}
     return text, transformer_config(spec.image) | image
 
 
@@ -397,12 +428,13 @@ class VisionBranch(nn.Module):
     """The vision transformer of CLIP (projected class token) or, without `project`, of SigLIP
     (attention pooling).
 
-    Forward takes pixels uint8 [B, 3, S, S] and returns L2-normalized embeddings [B, D]; with
-    `with_features` an `Encoded`, which also has the hidden states of the last layer.
+    Forward takes pixels uint8 [B, 3, S, S], or images as patches, and returns L2-normalized
+    embeddings [B, D]; with `with_features` an `Encoded`, which also has the hidden states of the
+    last layer.
 
     Args:
-        tower: The vision transformer of transformers' CLIPModel or SiglipModel; its `embeddings`
-            are replaced in place by a module that also normalizes the pixels.
+        tower: The vision transformer of transformers' CLIPModel, SiglipModel or Siglip2Model; its
+            `embeddings` are replaced in place by a module that also normalizes the pixels.
         project: Projection of CLIP's class token; None for SigLIP.
         inputs: The `model.inputs` section, for mean and standard deviation of the pixels.
         patch_dropout: Fraction of the patches to drop in training.
@@ -417,7 +449,8 @@ class VisionBranch(nn.Module):
         with_features: bool = False,
     ) -> None:
         super().__init__()
-        tower.embeddings = PatchEmbeddings(tower.embeddings, inputs.mean, inputs.std)
+        embeddings = NaflexEmbeddings if takes_patches(inputs) else PatchEmbeddings
+        tower.embeddings = embeddings(tower.embeddings, inputs.mean, inputs.std)
         self.tower = tower
         self.project = project
         self.patch_dropout = patch_dropout
@@ -427,13 +460,15 @@ class VisionBranch(nn.Module):
         tower = self.tower
         # SigLIP has no such norm. CLIP's is per token, so it may precede the drop of patches.
         hidden = tower.embeddings(image, getattr(tower, "pre_layrnorm", None))
+        mask = tower.embeddings.attention_mask(image)
         if self.training and self.patch_dropout:
             prefix = 0 if self.project is None else 1  # the class token
             patches = drop_patches(hidden[:, prefix:], self.patch_dropout)
             hidden = torch.cat([hidden[:, :prefix], patches], dim=1)
-        hidden = tower.encoder(inputs_embeds=hidden).last_hidden_state
+        hidden = tower.encoder(inputs_embeds=hidden, attention_mask=mask).last_hidden_state
         if self.project is None:
-            embed = l2_normalize(tower.head(tower.post_layernorm(hidden)))
+            masks = () if mask is None else (mask,)  # of Siglip2Model
+            embed = l2_normalize(tower.head(tower.post_layernorm(hidden), *masks))
         else:
             embed = l2_normalize(self.project(tower.post_layernorm(hidden[:, 0])))
         return Encoded(hidden, None, embed) if self.with_features else embed

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmray.models.encoders.positions import grid_positions
+
 
 class NormalizePixels(nn.Module):
     """Normalize pixels uint8, and cast them to the dtype in which the first layer computes.
@@ -106,7 +108,7 @@ class PatchEmbeddings(NormalizePixels):
     """
 
     class_embedding: nn.Parameter | None
-    patch_embedding: nn.Conv2d
+    patch_embedding: nn.Conv2d | nn.Linear
     position_embedding: nn.Embedding
 
     def __init__(self, embeddings: Any, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
@@ -122,6 +124,36 @@ class PatchEmbeddings(NormalizePixels):
             hidden = torch.cat([class_token, hidden], dim=1)
         hidden = hidden + self.position_embedding.weight
         return residual_stream(hidden if norm is None else norm(hidden))
+
+    def attention_mask(self, image: Tensor) -> Tensor | None:
+        """Return a mask bool [B, 1, 1, N], False for padding; None: no image has any."""
+        return None
+
+
+class NaflexEmbeddings(PatchEmbeddings):
+    """Module from images as patches to the input hidden states of transformers' Siglip2 vision
+    model.
+
+    Forward takes uint8 [B, 1 + N, 3 P P] (mmray/data/images/patches.py) and returns hidden states
+    [B, N, W] with position embeddings added, which are arbitrary for padding.
+    """
+
+    def forward(self, image: Tensor, norm: nn.Module | None = None) -> Tensor:
+        pixels = self.normalize(image[:, 1:].unflatten(2, (-1, 3, 1, 1))).flatten(2)
+        weight = self.position_embedding.weight
+        positions = grid_positions(weight, _patch_grids(image), pixels.shape[1])
+        return residual_stream(self.patch_embedding(pixels) + positions)
+
+    def attention_mask(self, image: Tensor) -> Tensor:
+        index = torch.arange(image.shape[1] - 1, device=image.device)
+        return (index < _patch_grids(image).prod(dim=1, keepdim=True))[:, None, None]
+
+
+def _patch_grids(image: Tensor) -> Tensor:
+    """Return the numbers of rows and columns of patches, int64 [B, 2]; at least 1, also of rows
+    without an image, because attention to no patch would be NaN.
+    """
+    return image[:, 0, :2].long().clamp(min=1)
 
 
 def use_patch_products(model: nn.Module) -> None:

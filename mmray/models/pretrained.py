@@ -34,10 +34,11 @@ def pretrained_settings(weights: str) -> dict[str, Any]:
             checkpoint file of open_clip.
 
     Returns:
-        `weights`, `kind` (`clip`, `siglip` or `vlm`), `inputs` and, except for `vlm`, `vocab_size`
-        (rows of the token embedding). `inputs` has those of `image_side`, `max_tokens`, `mean`,
-        `std`, `interpolation`, `fit` and `tokenizer` that the weights define, for an export of
-        mmray all settings of its `model.inputs`, and for `vlm` only `max_tokens`.
+        `weights`, `kind` (`clip`, `siglip`, `naflex` or `vlm`), `inputs` and, except for `vlm`,
+        `vocab_size` (rows of the token embedding). `inputs` has those of `image_side`, `patch`,
+        `max_patches`, `max_tokens`, `mean`, `std`, `interpolation`, `fit` and `tokenizer` that the
+        weights define, for an export of mmray all settings of its `model.inputs`, and for `vlm`
+        only `max_tokens`.
 
     Raises:
         UsageError: The weights cannot be read, or define no model of a built-in kind.
@@ -116,7 +117,12 @@ def _hf_settings(weights: str) -> dict[str, Any]:
         given = config.model["inputs"]
         inputs = {name: given[name] for name in given if given[name] or name not in REMOVED_INPUTS}
     else:
-        inputs = {"image_side": config.vision_config.image_size} | _preprocessing(weights)
+        vision = config.vision_config
+        if kind == "naflex":
+            inputs = {"patch": vision.patch_size}
+        else:
+            inputs = {"image_side": vision.image_size}
+        inputs |= _preprocessing(weights)
         inputs["max_tokens"] = config.text_config.max_position_embeddings
     return {"kind": kind, "vocab_size": config.text_config.vocab_size, "inputs": inputs}
 
@@ -133,6 +139,8 @@ def _preprocessing(weights: str) -> dict[str, Any]:
     }
     if settings.get("resample") in INTERPOLATIONS:
         inputs["interpolation"] = INTERPOLATIONS[settings["resample"]]
-    if settings:
+    if "max_num_patches" in settings:  # of Siglip2ImageProcessor
+        inputs["max_patches"] = settings["max_num_patches"]
+    elif settings:
         inputs["fit"] = "crop" if settings.get("do_center_crop") else "squash"
     return inputs

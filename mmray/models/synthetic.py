@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import cycle, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import nn
 
+from mmray.data.images.patches import patch_grid, pixel_shape, takes_patches
 from mmray.data.media.clips import ClipColumns, clip_batch, clip_columns
 from mmray.data.stream.blocks import TEACHER_COLUMNS
 from mmray.data.stream.collate import Batch
@@ -16,6 +18,8 @@ from mmray.models.protocol import as_model
 if TYPE_CHECKING:
     from mmray.config import Inputs
     from mmray.config import Model as ModelConfig
+
+_SIZES = ((480, 640), (640, 480), (640, 640), (360, 640))  # height and width of images in pixels
 
 
 def synthetic_rows(
@@ -45,15 +49,20 @@ def synthetic_batch(
         seed: Seed of the random numbers.
 
     Returns:
-        `image` uint8 [rows, 3, S, S]; `input_ids` and `attention_mask` int64 [rows, T]; `key` (hash
-        of a row's key) and `pos` int64 [rows], both 0, 1, ...; `label` int64 [rows], zeros; `valid`
-        bool [rows], True. Models of clips get, in place of `image`, the columns of audio and video
-        that `Towers.forward` lists.
+        `image` uint8 [rows, 3, S, S], or as patches, of images of several aspect ratios;
+        `input_ids` and `attention_mask` int64 [rows, T]; `key` (hash of a row's key) and `pos`
+        int64 [rows], both 0, 1, ...; `label` int64 [rows], zeros; `valid` bool [rows], True. Models
+        of clips get, in place of `image`, the columns of audio and video that `Towers.forward`
+        lists.
     """
     generator = torch.Generator().manual_seed(seed)
-    side = inputs.image_side
     tokens = inputs.max_tokens
-    pixels = torch.randint(0, 256, (rows, 3, side, side), dtype=torch.uint8, generator=generator)
+    shape = (rows, *pixel_shape(inputs))
+    pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    if takes_patches(inputs):
+        # Patches after those of an image stay random; they must have no effect.
+        grids = [patch_grid(*size, inputs) for size in islice(cycle(_SIZES), rows)]
+        pixels[:, 0, :2] = torch.tensor(grids)
     clips = clip_columns(inputs)
     batch = {
         **({"image": pixels} if clips is None else {}),

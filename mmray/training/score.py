@@ -250,7 +250,7 @@ def _plan(
     if missing or config.model.takes_clips:
         raise UsageError(
             f"--weights {weights}: a model of kind {config.model.kind} does not embed one image "
-            "and its caption; use weights of clip, siglip, two_tower or towers of images"
+            "and its caption; use weights of clip, siglip, naflex, two_tower or towers of images"
         )
     batch = synthetic_batch(config.model.inputs, vocab_size=1, rows=2, device="cpu")
     with torch.no_grad(), eval_mode(model):

@@ -21,7 +21,7 @@ from tests.training.runs import lines, same_weights
 
 STEPS = 6
 OBJECTIVES = {"fusion": "contrastive + 0.5 * matching + classification"}
-KINDS = ("clip", "siglip", "fusion", "captioner")
+KINDS = ("clip", "siglip", "naflex", "fusion", "captioner")
 
 
 def labeled_row(number):
@@ -41,7 +41,7 @@ def prepared(tmp_path_factory):
 
 def config_of(kind, storage):
     model, objective = (recipe_models.MODELS | recipe_models.OTHER_MODELS)[kind]
-    inputs = {"fit": "squash", "max_tokens": 12}
+    inputs = {"max_tokens": 12} | ({} if kind == "naflex" else {"fit": "squash"})
     changes = {"patch_dropout": 0.5} if kind == "clip" else {}
     if kind == "fusion":
         changes |= {"text": model.text.model_copy(update={"dropout": 0.1})}

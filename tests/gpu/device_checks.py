@@ -44,6 +44,14 @@ TOWERS = {
 MODELS: dict[str, tuple[config.Model, str]] = {
     "clip": (config.Clip(inputs=INPUTS, image=IMAGE, text=TEXT, embed_dim=8), "contrastive"),
     "siglip": (config.Siglip(inputs=INPUTS, image=IMAGE, text=TEXT), "sigmoid"),
+    "naflex": (
+        config.Naflex(
+            inputs=config.NaflexInputs(patch=4, max_patches=16, max_tokens=6),
+            image=config.NaflexImage(**SHAPE),
+            text=TEXT,
+        ),
+        "sigmoid",
+    ),
     "fusion": (
         config.Towers(
             inputs=IMAGE_INPUTS,

@@ -7,6 +7,7 @@ order.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 import numpy as np
 
 from mmray.data.images.decode import MAX_PIXELS, BadImage, decode
+from mmray.data.images.patches import pixel_shape
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.images.transform import transform
 from mmray.data.media.clips import NUM_CLIP_UNIFORMS, clip_columns
@@ -259,15 +261,15 @@ class RowReader(SetReader):
     def row_bytes(self) -> int:
         """Approximate bytes of a row after decoding: its pixels and token ids."""
         if self.clips is None:
-            num_bytes = 3 * self.inputs.image_side**2
+            num_bytes = math.prod(pixel_shape(self.inputs))
         else:
             num_bytes = sum(column.nbytes for column in self.clips.empty(1).values())
         return num_bytes + 4 * self.inputs.max_tokens
 
     @property
     def pixel_shape(self) -> tuple[int, ...] | None:
-        """Shape of the pixels of a row: (3, S, S); None for clips."""
-        return (3, self.inputs.image_side, self.inputs.image_side) if self.clips is None else None
+        """Shape of the pixels of a row: (3, S, S), or that of patches; None for clips."""
+        return pixel_shape(self.inputs) if self.clips is None else None
 
     def read_block(
         self, plan: SamplePlan, positions: np.ndarray, pixels: np.ndarray | None = None

@@ -133,7 +133,9 @@ def _tokenizer_kind(file: Path, settings: dict[str, Any]) -> str:
     """Return the tokenizer class or the model type next to a file, such as `siglip2`, or ""."""
     model_type = _read_settings(file.with_name(MODEL_CONFIG)).get("model_type")
     kind = settings.get("tokenizer_class") or model_type or ""
-    return re.sub("tokenizer|fast|-", "", str(kind).lower())
+    kind = re.sub("tokenizer|fast|-", "", str(kind).lower())
+    # As in transformers, for NaFlex; other models of SigLIP 2 have the type `siglip`.
+    return "siglip2" if kind == "gemma" and model_type == "siglip2" else kind
 
 
 def _read_clip_bpe(file: Path) -> Tokenizer:

@@ -109,5 +109,29 @@ def text_positions(weight: Tensor, length: int, kept: int) -> Tensor:
     return torch.cat([weight[:kept], resized]).contiguous()
 
 
+def grid_positions(weight: Tensor, grids: Tensor, length: int) -> Tensor:
+    """Return position embeddings [B, length, W] for images with grids of patches of their own.
+
+    They are resized bilinearly with antialiasing, as in transformers' Siglip2Model.
+
+    Args:
+        weight: Position embeddings of a square grid [G x G, W].
+        grids: Numbers of rows and columns of patches of each image, int64 [B, 2], at least 1.
+        length: Number of positions; those after the patches of an image are padding.
+    """
+    side = math.isqrt(len(weight))
+    rows, columns = grids.split(1, dim=1)
+    index = torch.arange(length, device=grids.device).minimum(rows * columns - 1)
+    axes = torch.stack([index // columns, index % columns], dim=2)
+    # Units of the square grid, in at least float32. The filter is a triangle.
+    scale = side / grids[:, None].to(torch.promote_types(weight.dtype, torch.float32))
+    source = torch.arange(side, device=grids.device) + 0.5
+    distance = (source - ((axes + 0.5) * scale)[..., None]).abs()
+    factors = (1 - distance / scale.clamp(min=1)[..., None]).clamp(min=0)
+    factors = factors / factors.sum(dim=3, keepdim=True)
+    factors = factors[:, :, 0, :, None] * factors[:, :, 1, None]
+    return factors.flatten(2).to(weight.dtype) @ weight
+
+
 def _embedding(weight: Tensor) -> nn.Embedding:
     return nn.Embedding.from_pretrained(weight, freeze=False)

@@ -71,17 +71,17 @@ In transformers pixels agree up to rounding and half a pixel of a crop:
 
 ```python
 from PIL import Image
-from transformers import AutoModel, AutoProcessor
+from transformers import AutoImageProcessor, AutoModel, PreTrainedTokenizerFast
 
-processor = AutoProcessor.from_pretrained("{name}")
-inputs = processor(
-    text=["a red circle", "a blue square"],
-    images=Image.open("photo.jpg"),
+texts = PreTrainedTokenizerFast.from_pretrained("{name}")(
+    ["a red circle", "a blue square"],
     padding="max_length",
     truncation=True,
     return_tensors="pt",
 )
-outputs = AutoModel.from_pretrained("{name}")(**inputs)
+processor = AutoImageProcessor.from_pretrained("{name}")
+images = processor(Image.open("photo.jpg"), return_tensors="pt")
+outputs = AutoModel.from_pretrained("{name}")(**texts, **images)
 scores = outputs.image_embeds @ outputs.text_embeds.T
 ```
 """
@@ -319,20 +319,23 @@ def preprocessor_config(inputs: dict[str, Any]) -> dict[str, Any] | None:
     """Return the values of preprocessor_config.json, the image processor of transformers.
 
     Args:
-        inputs: The `model.inputs` section as JSON values: `fit`, `image_side`, `interpolation`,
-            `mean` and `std` are read.
+        inputs: The `model.inputs` section as JSON values.
 
     Returns:
-        The values by name, such as `size` and `image_mean`, of a CLIPImageProcessor (fit `crop`) or
-        a ViTImageProcessor; None for the fit `pad`, because transformers does not support padding
-        with white.
+        The values by name, such as `size` and `image_mean`, of a CLIPImageProcessor (fit `crop`), a
+        ViTImageProcessor or a Siglip2ImageProcessor (patches); None for the fit
+        `pad`, because transformers does not support padding with white.
     """
-    if inputs["fit"] == "pad":
+    fit = inputs.get("fit")
+    if fit == "pad":
         return None
-    side = inputs["image_side"]
+    side = inputs.get("image_side")
     square = {"height": side, "width": side}
     shape: dict[str, Any] = {"image_processor_type": "ViTImageProcessor", "size": square}
-    if inputs["fit"] == "crop":
+    if fit is None:
+        budget = {"patch_size": inputs["patch"], "max_num_patches": inputs["max_patches"]}
+        shape = {"image_processor_type": "Siglip2ImageProcessor", **budget}
+    elif fit == "crop":
         crop = {"size": {"shortest_edge": side}, "do_center_crop": True, "crop_size": square}
         shape = {"image_processor_type": "CLIPImageProcessor", **crop}
     resize = {"do_resize": True, "resample": RESAMPLING[inputs["interpolation"]]}
@@ -355,10 +358,11 @@ def _model_card(
         kind = "audio" if inputs["audio_rate"] else "video"
         call = _MEDIA_CALL.format(kind=kind, seconds=inputs["clip_s"])
     card = _CARD.format(name=name, kind=spec["kind"], call=call)
-    if opens_in_transformers and inputs["fit"] != "pad":
+    if opens_in_transformers and inputs.get("fit") != "pad":
         card += _TRANSFORMERS_CALL.format(name=name)
         card += _REPAIRED_TEXTS if repairs_texts else ""
         # Its pipeline cuts texts of SigLIP at 64 tokens, and takes no fewer.
-        if spec["kind"] == "clip" or inputs["max_tokens"] == _SIGLIP_TOKENS:
+        length = {"clip": inputs["max_tokens"], "siglip": _SIGLIP_TOKENS}.get(spec["kind"])
+        if inputs["max_tokens"] == length:
             card += _PIPELINE_CALL.format(name=name)
     return card

@@ -172,10 +172,10 @@ def test_other_tokenizer_files_are_refused_with_the_way_to_convert_them(tmp_path
         (tmp_path / name).unlink()
 
 
-@pytest.mark.parametrize("kind", ["Siglip2Tokenizer", "GemmaTokenizer"])
+@pytest.mark.parametrize("kind", ["Siglip2Tokenizer", "GemmaTokenizer", "NaFlex"])
 def test_siglip_2_reads_lower_case(kind: str, tmp_path: Path) -> None:
-    """Its tokenizer.json has no such normalizer; transformers' class and, in older files,
-    do_lower_case add it.
+    """Its tokenizer.json has no such normalizer; transformers' class, its model type and, in older
+    files, do_lower_case add it.
     """
     pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *"\u2581AaCct"]
     Siglip2Tokenizer(
@@ -185,9 +185,10 @@ def test_siglip_2_reads_lower_case(kind: str, tmp_path: Path) -> None:
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
     tokenizer["normalizer"] = tokenizer["normalizer"]["normalizers"][1]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {
-        "tokenizer_class": kind
-    }
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["tokenizer_class"] = "GemmaTokenizer" if kind == "NaFlex" else kind
     settings |= {"do_lower_case": True} if kind == "GemmaTokenizer" else {}
+    model_type = "siglip2" if kind == "NaFlex" else "siglip"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert Tokenizer.from_str(load_tokenizer(str(tmp_path), None)).encode("A CAt").ids == expected

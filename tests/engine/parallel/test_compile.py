@@ -70,7 +70,7 @@ def with_depth(kind: str, depth: int) -> Any:
     return spec.model_copy(update=parts)
 
 
-@pytest.mark.parametrize("kind", ["clip", "siglip"])
+@pytest.mark.parametrize("kind", ["clip", "siglip", "naflex"])
 def test_blocks_of_equal_structure_share_a_graph(kind: str) -> None:
     counter = CompileCounter()
     spec = with_depth(kind, 4)
@@ -205,6 +205,7 @@ def test_captions_padded_to_a_multiple_change_no_step(kind: str) -> None:
     spec = spec.model_copy(update={"inputs": spec.inputs.model_copy(update={"max_tokens": 40})})
     plan = SamplePlan(num_rows=6, global_batch_size=6, world_size=1, seed=1, steps=1)
     block, weights = next(recipe_models.caption_blocks(plan, 0)), []
+    block["image"] = synthetic_batch(spec.inputs, VOCAB, 6, CPU)["image"].numpy()
     for multiple in (1, TOKEN_MULTIPLE):
         model = model_of(spec).double().eval()  # dropout masks depend on the length
         state = toy.train_state(model, objective=toy.objective(objective))

@@ -161,7 +161,8 @@ def test_inductor_takes_same_steps(kind: str) -> None:
     assert (compiled - plain).abs().max() < 1e-9
 
 
-def test_later_steps_do_not_recompile(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["siglip", "naflex"])
+def test_later_steps_do_not_recompile(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()  # graphs of other tests count toward a limit
     counter, counts = CompileCounter(), []
 
@@ -170,7 +171,7 @@ def test_later_steps_do_not_recompile(monkeypatch: pytest.MonkeyPatch) -> None:
         counts.append(counter.frame_count)
 
     monkeypatch.setattr(recipe_models, "optimizer_step", counted_step)
-    recipe_models.train_kind("siglip", Group(), "ddp", 3, backend=counter)
+    recipe_models.train_kind(kind, Group(), "ddp", 3, backend=counter)
     assert len(counts) == 3
     assert counts[0] == counts[2] > 0
 
