@@ -74,13 +74,18 @@ class HeartbeatRecord:
     state: str = "training"
     age_s: float = 0.0
 
+    @property
+    def process(self) -> str:
+        """Its process, for messages."""
+        return f"rank {self.rank} (process {self.pid}, node {self.host})"
+
     def __str__(self) -> str:
         state = STATE_TEXTS.get(self.state, "is at")
         if self.in_collective:
             state = "waits in a collective at"
         if self.age_s > SILENT_S:
             state = f"has not responded for {self.age_s:.0f} s, last at"
-        return f"rank {self.rank} (process {self.pid}, node {self.host}) {state} {self.where}"
+        return f"{self.process} {state} {self.where}"
 
 
 class Workers(Protocol):

@@ -228,9 +228,14 @@ class RayBackend:
                 "check what else uses memory on that node",
             )
             return WorkerFailed("lost", error)
-        if failed.kind == "lost" and monitor.preempted:
-            return WorkerFailed("preempted", failed.cause)
-        return failed
+        if failed.kind != "lost":
+            return failed
+        ranks = lost_ranks(error)
+        names = [each.process for each in monitor.heartbeats if each.rank in ranks]
+        cause = failed.cause
+        if names:
+            cause = TrainingError(f"{'; '.join(names)}: {first_line(cause)}")
+        return WorkerFailed("preempted" if monitor.preempted else "lost", cause)
 
 
 def new_request() -> placement.AutoscalerRequest:
@@ -440,6 +445,20 @@ def is_worker_lost(error: BaseException) -> bool:
     # Its class is not part of Ray's public API.
     is_hung = type(error).__name__ == "WorkerHealthCheckTimeoutError"
     return is_hung or isinstance(error, ray.exceptions.RayError) or is_lost(error)
+
+
+def lost_ranks(error: BaseException) -> set[int]:
+    """Return the ranks of a group whose process or node was lost, without those that then lost the
+    connection to it.
+    """
+    ranks = set()
+    if isinstance(error, ray.train.WorkerGroupError):
+        for rank, failure in error.worker_failures.items():
+            cause = getattr(failure, "health_check_failure", failure)
+            is_raised = isinstance(cause, ray.exceptions.RayTaskError)
+            if isinstance(cause, ray.exceptions.RayActorError) and not is_raised:
+                ranks.add(rank)
+    return ranks
 
 
 def cause_in_group(error: BaseException) -> WorkerFailed:

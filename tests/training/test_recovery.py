@@ -25,7 +25,7 @@ from mmray.errors import (
 )
 from mmray.storage.requests import TransientStorageError
 from mmray.training.backend import WorkerFailed
-from mmray.training.monitor import AttemptMonitor, RunProgress
+from mmray.training.monitor import AttemptMonitor, HeartbeatRecord, RunProgress
 from mmray.training.ray_backend import RayBackend
 from mmray.training.supervisor import (
     EVENTS,
@@ -213,7 +213,7 @@ def test_failed_device_restarts_even_before_first_step_and_twice():
     assert isinstance(decide_recovery(failure, failure, 4, 3), TrainingError)
 
 
-def failure_from(error, shape=SHAPE, least=2, trained=False, stop_reason=None):
+def failure_from(error, shape=SHAPE, least=2, trained=False, stop_reason=None, heartbeats=()):
     """Classify an error of Ray Train in a run of 16 rows per step, micro-batches of 4, two
     workers.
     """
@@ -221,6 +221,7 @@ def failure_from(error, shape=SHAPE, least=2, trained=False, stop_reason=None):
     monitor = AttemptMonitor(config, shape, ScriptedWorkers(), Silent(), 12, 0, RunProgress())
     monitor.trained = trained
     monitor.stop_reason = stop_reason
+    monitor.heartbeats = list(heartbeats)
     return classify_failure(error, monitor, RayBackend())
 
 
@@ -273,6 +274,32 @@ def test_broken_collective_is_retried_even_before_first_step(error):
     assert failure.kind == "lost"
     assert isinstance(decide_recovery(failure, None, 1, 3), str)
     assert failure_of(ValueError("a bug"), error).kind == "raised"
+
+
+def test_lost_worker_is_named_with_its_host():
+    """And not the rank that lost the connection to it."""
+    heartbeats = [
+        HeartbeatRecord(
+            rank=rank,
+            node="0123456789",
+            host=f"gpu-{rank} at 10.0.0.{rank}",
+            pid=4711 + rank,
+            started_s=0.0,
+            step=7,
+            progress=7,
+            where="step.py:12 in step",
+            in_collective=True,
+        )
+        for rank in range(2)
+    ]
+    died = ray.exceptions.ActorDiedError()
+    gone = WorkerHealthCheckFailedError("A worker health check failed.", died)
+    failure = failure_of(RuntimeError("Connection closed by peer"), gone, heartbeats=heartbeats)
+    restart = decide_recovery(failure, None, 1, 3)
+    assert restart == (
+        "worker lost after step 0: rank 1 (process 4712, node gpu-1 at 10.0.0.1): The actor died "
+        "unexpectedly before finishing this task"
+    )
 
 
 def task_error(cause, traceback="ray::MapWorker()"):
