@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 import shutil
 import signal
 import time
@@ -31,6 +32,7 @@ WATCHED_STEPS = 420  # with Slower: Ray used to lose a worker 290 to 391 s after
 FAULT_STEP = 5  # after a checkpoint
 RANKS = "ray::"  # titles of Ray's worker processes
 MAX_REPEATED = 10
+LOST = re.compile(r"rank [01] \(process \d+, node (one|two) at 10\.77\.0\.[23]\)")
 
 
 @dataclass
@@ -194,3 +196,5 @@ def test_run_takes_the_steps_of_an_undisturbed_one(name, tmp_path):
     assert_undisturbed(tmp_path, settings(fault))
     assert repeated <= fault.max_repeated, log
     assert result["restarts"] == 0 or fault.max_repeated, log
+    lost = re.findall(r"worker lost after step \d+: (.*)", log)
+    assert all(LOST.match(cause) for cause in lost), lost
