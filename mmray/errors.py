@@ -82,6 +82,11 @@ class StorageError(TrainingError):
     """
 
 
+def os_reason(error: BaseException) -> str:
+    """Return the text of an error; of an OSError without the path that its text repeats."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
 class OutOfMemoryError(TrainingError):
     """A worker ran out of memory.
 

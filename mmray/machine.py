@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 LOOPBACK = "127.0.0.1"
+HAS_MEMFD = hasattr(os, "memfd_create")  # whether a file can be in memory
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 

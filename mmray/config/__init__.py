@@ -63,7 +63,7 @@ class Config(Section):
         """Most tokens of a row: of dpo those of its two conversations."""
         return int(self.model.inputs.max_tokens) * (2 if self.objective.is_dpo else 1)
 
-    def with_cluster(self, **settings: Any) -> Config:
+    def with_cluster(self, **settings: object) -> Config:
         """Return a copy with some fields of the section `cluster` changed."""
         return self.replace(cluster=self.cluster.replace(**settings))
 
@@ -77,12 +77,9 @@ class Config(Section):
         if kind == self.model.kind:
             return self
         section = model_section(kind)
-        inputs: Any = section.model_fields["inputs"].annotation
-        shared = {
-            name: value
-            for name, value in vars(self.model.inputs).items()
-            if name in inputs.model_fields
-        }
+        inputs = section.model_fields["inputs"].annotation
+        assert inputs is not None
+        shared = {name: value for name, value in self.model.inputs if name in inputs.model_fields}
         return self.replace(model=section(kind=kind, inputs=inputs(**shared)))
 
     def without_overridden_length_and_batch(self, given: Collection[str]) -> Config:
@@ -92,11 +89,11 @@ class Config(Section):
         train = self.train
         if any(name in LENGTHS for name in given):
             train = train.replace(**dict.fromkeys(name.partition(".")[2] for name in LENGTHS))
-        model: Any = self.model
+        model = self.model
         names = {"model.weights", "model.vision"} & {*given}
         if names == {"model.vision"}:
             model = model.replace(weights="none")
-        elif names == {"model.weights"} and hasattr(model, "vision"):
+        elif names == {"model.weights"} and isinstance(model, Vlm):
             model = model.replace(vision="none", language="none")
         return self.replace(train=train, batch=self.batch.without_overridden(given), model=model)
 
@@ -120,7 +117,7 @@ class _Loader(yaml.SafeLoader):
     section.
     """
 
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: dict[object, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         names = set[str]()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
@@ -198,12 +195,9 @@ def override(recipe: Config, values: dict[str, Any]) -> Config:
     kind = str(sections.get("model", {}).get("kind", recipe.model.kind))
     base = recipe.with_model_kind(kind).without_overridden_length_and_batch(overridden_settings)
 
-    def merge(old: Any, new: Any) -> Any:
-        nested = isinstance(old, dict) and isinstance(new, dict)
-        return (
-            old | {name: merge(old.get(name), value) for name, value in new.items()}
-            if nested
-            else new
-        )
+    def merge(old: object, new: object) -> Any:
+        if isinstance(old, dict) and isinstance(new, dict):
+            return old | {name: merge(old.get(name), value) for name, value in new.items()}
+        return new
 
     return Config.model_validate(merge(base.to_json(), values))

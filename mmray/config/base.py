@@ -5,11 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from mmray.errors import UsageError, suggest
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from pydantic import ModelWrapValidatorHandler
+    from pydantic_core import ErrorDetails
 
 # a union's member in `loc`, not a setting
 UNION_TAG = re.compile(r"bool|int|float|str|constrained-int|literal\[.*")
@@ -53,11 +59,11 @@ class Section(BaseModel):
     # such as `model.text`, from the class argument of this name
     settings_prefix: ClassVar[str] = ""
 
-    def __init_subclass__(cls, settings_prefix: str = "", **config: Any) -> None:
+    def __init_subclass__(cls, settings_prefix: str = "", **config: Unpack[ConfigDict]) -> None:
         super().__init_subclass__(**config)
         cls.settings_prefix = settings_prefix or cls.settings_prefix
 
-    def replace(self, **settings: Any) -> Self:
+    def replace(self, **settings: object) -> Self:
         """Return a copy with some fields changed and all fields validated, unlike `model_copy`."""
         return type(self).model_validate(dict(self) | settings)
 
@@ -69,14 +75,14 @@ class Section(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _raise_usage_error(cls, value: Any, handler: Any) -> Any:
+    def _raise_usage_error(cls, value: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
         try:
             return handler(value)
         except ValidationError as error:
             raise UsageError("\n".join(_explain(cls, item) for item in error.errors())) from None
 
 
-def _explain(section: type[Section], item: Any) -> str:
+def _explain(section: type[Section], item: ErrorDetails) -> str:
     """Format one pydantic error: setting, problem, value, and the closest known name."""
     parts = [part for part in map(str, item["loc"]) if not UNION_TAG.fullmatch(part)]
     name = ".".join([section.settings_prefix, *parts]).strip(".") or "config"

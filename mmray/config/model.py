@@ -132,7 +132,7 @@ class Model(Section, settings_prefix="model"):
 
     @model_validator(mode="before")
     @classmethod
-    def _set_kind(cls, values: Any) -> Any:
+    def _set_kind(cls, values: object) -> Any:
         """Set the name that KINDS has for this section; a user's own model is given its name."""
         if not isinstance(values, dict):
             return values
@@ -146,7 +146,7 @@ class Model(Section, settings_prefix="model"):
 
     @model_validator(mode="before")
     @classmethod
-    def _complete_sections(cls, values: Any) -> Any:
+    def _complete_sections(cls, values: object) -> Any:
         """Complete sections that are given in part, such as `text: {depth: 6}`, with the defaults
         of this model kind, because the same section has other defaults in another kind.
         """
@@ -157,10 +157,25 @@ class Model(Section, settings_prefix="model"):
             default = field.default
             given = values.get(name)
             if isinstance(default, Section) and type(given) is type(default):
-                given = {key: getattr(given, key) for key in given.model_fields_set}
+                given = {key: value for key, value in given if key in given.model_fields_set}
             if isinstance(default, Section) and isinstance(given, dict):
                 completed[name] = dict(default) | given
         return completed
+
+    @property
+    def initial_weights(self) -> str:
+        """Value of `model.weights`; `none` for kinds without this setting."""
+        return "none"
+
+    @property
+    def synced_batch_norm(self) -> str:
+        """Name of the image tower whose statistics of BatchNorm are synchronized; empty: none."""
+        return ""
+
+    @property
+    def drops_at_random(self) -> bool:
+        """Whether the image or the text branch has dropout in training."""
+        return False
 
     @property
     def usable_objectives(self) -> tuple[str, ...]:
@@ -235,7 +250,7 @@ def model_section(kind: str) -> type[Model]:
     )
 
 
-def _validate_model(value: Any) -> Any:
+def _validate_model(value: object) -> Any:
     """Validate the values of a `model` section as its kind."""
     if not isinstance(value, dict):
         return value

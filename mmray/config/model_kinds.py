@@ -53,7 +53,7 @@ class DropoutTransformer(Transformer):
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout of hidden states and attention.")
 
 
-def _head_reasons(*parts: Any) -> list[str]:
+def _head_reasons(*parts: Transformer) -> list[str]:
     return [
         f"{part.settings_prefix}.heads: {part.heads} heads do not divide the width of "
         f"{part.width}; change one of them"
@@ -177,6 +177,14 @@ class TowerModel(EmbeddingModel):
         description="Batch-norm statistics: per worker, frozen at the values of the "
         "weights, or synced (GPU only).",
     )
+
+    @property
+    def synced_batch_norm(self) -> str:
+        return self.image.name if self.batch_norm == "synced" else ""
+
+    @property
+    def drops_at_random(self) -> bool:
+        return self.text.dropout > 0
 
     def unsupported_reasons(self) -> list[str]:
         text = _pretrained_reasons("model.text.weights", self.text.weights)
@@ -413,6 +421,10 @@ class HfModel(Model):
     )
 
     @property
+    def initial_weights(self) -> str:
+        return self.weights
+
+    @property
     def is_checkpoint_file(self) -> bool:
         """Whether `weights` is a checkpoint file (`.pt`, `.pth`, `.bin` or `.safetensors`), not a
         folder or a name.
@@ -446,6 +458,15 @@ class ClipFamily(DualEncoder, HfModel):
         "positions of the weights (Long-CLIP: 20); the others are interpolated.",
     )
 
+    @property
+    def declared_activation(self) -> str | None:
+        """Activation of the MLPs that the settings name; None: that of the weights."""
+        return None
+
+    @property
+    def drops_at_random(self) -> bool:
+        return self.patch_dropout > 0
+
 
 class Clip(ClipFamily):
     """Settings of transformers' CLIP: causal text encoder, features of the last token, softmax
@@ -457,6 +478,10 @@ class Clip(ClipFamily):
         None,
         description="Activation of the MLPs; None: as in the weights, quick_gelu without weights.",
     )
+
+    @property
+    def declared_activation(self) -> str | None:
+        return self.activation
 
 
 class Siglip(ClipFamily):
@@ -586,6 +611,10 @@ class Vlm(Model):
         "none",
         description="Folder or hub name of the causal language model of the new LLaVA.",
     )
+
+    @property
+    def initial_weights(self) -> str:
+        return self.weights
 
     @property
     def is_written_by_run(self) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from mmray.builtin import REMOVED_KINDS, SAMPLE_AV, SAMPLE_VLM
 from mmray.config import (
@@ -39,10 +38,12 @@ from mmray.config import (
 )
 from mmray.errors import UsageError, suggest
 
-OPENAI: Any = {
-    "mean": (0.48145466, 0.4578275, 0.40821073),
-    "std": (0.26862954, 0.26130258, 0.27577711),
-}
+OPENAI_INPUTS = Inputs(
+    tokenizer="openai/clip-vit-base-patch32",
+    max_tokens=77,
+    mean=(0.48145466, 0.4578275, 0.40821073),
+    std=(0.26862954, 0.26130258, 0.27577711),
+)
 
 
 def sample() -> Config:
@@ -161,7 +162,7 @@ def clip() -> Config:
         recipe="clip",
         model=Clip(
             weights="openai/clip-vit-base-patch32",
-            inputs=Inputs(tokenizer="openai/clip-vit-base-patch32", max_tokens=77, **OPENAI),
+            inputs=OPENAI_INPUTS,
         ),
         prepare=Prepare(image_side=256),
         batch=Batch(micro="auto", global_=1024),
@@ -182,7 +183,7 @@ def clip_scratch() -> Config:
         recipe="clip-scratch",
         model=Clip(
             activation="gelu",
-            inputs=Inputs(tokenizer="openai/clip-vit-base-patch32", max_tokens=77, **OPENAI),
+            inputs=OPENAI_INPUTS,
         ),
         augment=Augment(crop_scale=(0.9, 1.0)),
         batch=Batch(micro="auto", global_=4096),

@@ -34,7 +34,7 @@ class Range:
         return f"{'loguniform' if self.log else 'uniform'}({self.low:g}, {self.high:g})"
 
 
-def round_sampled(value: Any) -> Any:
+def round_sampled(value: object) -> Any:
     """Return a sampled float with four significant digits, to keep recipes readable.
 
     Other values, such as integers, are returned unchanged.
@@ -206,10 +206,11 @@ def override_settings(base: Config, settings: dict[str, Any]) -> Config:
 
 def setting_value(config: Config, key: str) -> Any:
     """Return the value of a setting such as `optimizer.lr` as JSON data."""
-    value: Any = config.to_json()
-    for part in key.split("."):
-        value = value[part]
-    return value
+    *sections, name = key.split(".")
+    values = config.to_json()
+    for section in sections:
+        values = values[section]
+    return values[name]
 
 
 def _checked_values(key: str, given: Sequence[Any]) -> tuple[Any, ...]:

@@ -196,7 +196,9 @@ class Train(Section, settings_prefix="train"):
     @model_validator(mode="after")
     def _check_length(self) -> Train:
         lengths = [
-            name for name in ("steps", "samples", "epochs") if getattr(self, name) is not None
+            name
+            for name, value in self
+            if name in ("steps", "samples", "epochs") and value is not None
         ]
         if len(lengths) > 1:
             raise ValueError(f"give one of steps, samples, epochs (got {', '.join(lengths)})")
@@ -281,5 +283,5 @@ class Evaluate(EvalSettings):
 
     def outside_run(self, data: str | None) -> EvalSettings:
         """Return the settings of an evaluation by `mmray evaluate`, which has no `every`."""
-        values = {name: getattr(self, name) for name in EvalSettings.model_fields}
+        values = {name: value for name, value in self if name in EvalSettings.model_fields}
         return EvalSettings(**values | ({} if data is None else {"limit": None}))

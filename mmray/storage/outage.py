@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from mmray.errors import StorageError
+from mmray.errors import StorageError, os_reason
 from mmray.storage.paths import AnyPath
 from mmray.storage.requests import is_refused
 
@@ -44,7 +44,7 @@ class Outage:
             return
         self._next_log_s = now_s + LOG_EVERY_S
         cause = _cause(error)
-        reason = getattr(cause, "strerror", None) or cause
+        reason = os_reason(cause)
         self._log(
             f"{self._folder} cannot be used on {socket.gethostname()} for "
             f"{now_s - self._start_s:.0f} s: {reason}; {self._meanwhile}"

@@ -38,7 +38,8 @@ CONFIG = {
 
 def save_open_clip(folder: Path, seed: int) -> nn.Module:
     """Write a random model of open_clip and its config; return the model in float64."""
-    config = {"model_cfg": CONFIG, "preprocess_cfg": recipes.OPENAI}
+    normalization = recipes.OPENAI_INPUTS.model_dump(include={"mean", "std"})
+    config = {"model_cfg": CONFIG, "preprocess_cfg": normalization}
     (folder / "open_clip_config.json").write_text(json.dumps(config))
     torch.manual_seed(seed)
     net = open_clip.create_model(f"local-dir:{folder}", output_dict=True, load_weights=False)
@@ -48,8 +49,8 @@ def save_open_clip(folder: Path, seed: int) -> nn.Module:
 
 def open_clip_steps(net: nn.Module, image: Tensor, ids: Tensor, steps: int) -> dict[str, Tensor]:
     """Weights, under transformers' names, after steps with open_clip's parameter groups."""
-    mean = torch.tensor(recipes.OPENAI["mean"]).view(3, 1, 1)
-    std = torch.tensor(recipes.OPENAI["std"]).view(3, 1, 1)
+    mean = torch.tensor(recipes.OPENAI_INPUTS.mean).view(3, 1, 1)
+    std = torch.tensor(recipes.OPENAI_INPUTS.std).view(3, 1, 1)
     pixels = ((image / 255 - mean) / std).double()
     config = recipes.clip_scratch().optimizer
     decayed = []
