@@ -81,7 +81,7 @@ class PartMedium(NamedTuple):
     """
 
     kind: str
-    value: Any = None
+    value: object = None
 
 
 class Conversation(NamedTuple):
@@ -100,7 +100,7 @@ class Conversation(NamedTuple):
     notices: Sequence[str] = ()
 
 
-def parse_messages(value: Any, num_media: Mapping[str, int]) -> Conversation:
+def parse_messages(value: object, num_media: Mapping[str, int]) -> Conversation:
     """Convert the conversation of a source row to messages with content parts.
 
     Args:
@@ -262,14 +262,14 @@ def _has_only_text(message: Message) -> bool:
     return all(part["type"] == "text" for part in message["content"])
 
 
-def _content(item: Any) -> Any:
+def _content(item: object) -> Any:
     """Return the content of a message in any notation."""
     if not isinstance(item, dict):
         return None
     return item.get("value") if item.get("content") is None else item["content"]
 
 
-def _parse_message(item: Any, places: _Places) -> Message:
+def _parse_message(item: object, places: _Places) -> Message:
     """Return a message, and add the places of its media. Raises ValueError."""
     if not isinstance(item, dict):
         raise ValueError(f"a message must be {{role, content}} (got {str(item)[:80]!r})")
@@ -334,7 +334,7 @@ def role_of(item: dict[str, Any]) -> str | None:
     return _ROLES.get(name.lower()) if isinstance(name, str) else None
 
 
-def _parse_rejected(value: Any, role: str) -> list[Message]:
+def _parse_rejected(value: object, role: str) -> list[Message]:
     """Return the messages of a rejected answer. Raises ValueError."""
     if role != "assistant" or not isinstance(value, list):
         raise ValueError("a rejected answer must be in place of a message of the assistant")
@@ -461,7 +461,7 @@ def _field_notices(items: list[dict[str, Any]], messages: list[Message]) -> list
     return sorted(notices)
 
 
-def _parse_calls(content: Any) -> list[dict[str, Any]]:
+def _parse_calls(content: object) -> list[dict[str, Any]]:
     """Return the calls of a message of ShareGPT: JSON of a call {name, arguments} or several."""
     value = _parse_json(content) if isinstance(content, str) else content
     calls = value if isinstance(value, list) else [value]
@@ -470,7 +470,7 @@ def _parse_calls(content: Any) -> list[dict[str, Any]]:
     return [_parse_arguments({"type": "function", "function": call}) for call in calls]
 
 
-def _parse_arguments(call: Any) -> Any:
+def _parse_arguments(call: object) -> Any:
     """Return a call whose arguments are an object, as chat templates expect them; OpenAI's API has
     JSON of it, of which `tojson` would make a text.
     """
@@ -483,7 +483,7 @@ def _parse_arguments(call: Any) -> Any:
     return call
 
 
-def parse_tools(value: Any) -> list[dict[str, Any]]:
+def parse_tools(value: object) -> list[dict[str, Any]]:
     """Return the descriptions of tools of a row: a list of dicts, or JSON of it.
 
     Raises:
@@ -503,7 +503,7 @@ def _parse_json(text: str) -> Any:
         raise ValueError(f"must be JSON (got {text[:80]!r})") from None
 
 
-def to_json(value: Any) -> bytes:
+def to_json(value: object) -> bytes:
     """Return a JSON value as bytes; raise ValueError for another one."""
     try:
         return orjson.dumps(value)
@@ -538,7 +538,7 @@ def _parse_parts(content: list[dict[str, Any]], role: str, places: _Places) -> l
     return parts
 
 
-def _own_medium(value: Any, kind: str) -> Any:
+def _own_medium(value: object, kind: str) -> Any:
     """Return the medium of a part as a column has it, of OpenAI's and Anthropic's objects too."""
     if not isinstance(value, dict):
         return value

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import unquote
 
 from mmray.data.images.formats import UNREAD_SUFFIXES
@@ -212,10 +212,12 @@ def _parse_columns(key: str, values: dict[str, Any]) -> SourceRow:
     )
 
 
-def _parse_label(label: Any) -> int | None:
+def _parse_label(label: object) -> int | None:
     """Return the number of a class, which may be a text. Raises BadRow."""
     number = label_number(label) if isinstance(label, str) else label
-    if label is None or _is_label(number):
+    if label is None:
+        return None
+    if _is_label(number):
         return number
     hint = "label must be an integer, unless all labels are names; number your classes, or name all"
     if isinstance(label, (list, dict)) or (isinstance(label, str) and label.startswith("[")):
@@ -223,7 +225,7 @@ def _parse_label(label: Any) -> int | None:
     raise BadRow("columns", "label", f"{hint} (got {str(label)[:40]!r})")
 
 
-def _parse_split(split: Any) -> str | None:
+def _parse_split(split: object) -> str | None:
     """Return a short plain word, because it becomes a part of file names. Raises BadRow."""
     if split is None or (isinstance(split, str) and _WORD.fullmatch(split)):
         return split
@@ -276,7 +278,7 @@ def _parse_span(values: dict[str, Any], names: tuple[str, str]) -> list[float] |
     return [start, end]
 
 
-def _as_seconds(value: Any) -> float | None:
+def _as_seconds(value: object) -> float | None:
     """Return a time in seconds, in CSV a text; None if it is none."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
@@ -424,12 +426,12 @@ def has_any(values: Mapping[str, Any], names: Iterable[str]) -> bool:
     return not values.keys().isdisjoint(names)
 
 
-def is_missing(value: Any) -> bool:
+def is_missing(value: object) -> bool:
     """Return whether a value of the source is missing: None, or NaN as pandas has it."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def is_blank(value: Any) -> bool:
+def is_blank(value: object) -> bool:
     """Return whether a caption is missing or white space only."""
     return is_missing(value) or (isinstance(value, str) and not value.strip())
 
@@ -473,7 +475,7 @@ def is_valid_name(text: str) -> bool:
     return _CONTROL.search(text) is None
 
 
-def parse_image(value: Any, kind: str = "image") -> ImageRef:
+def parse_image(value: object, kind: str = "image") -> ImageRef:
     """Parse one value of a column of images, audio or video.
 
     Args:
@@ -617,7 +619,7 @@ def _single_value(values: dict[str, Any], columns: tuple[str, ...]) -> Any:
     return values[present_columns[0]]
 
 
-def _as_items(value: Any) -> tuple[Any, ...]:
+def _as_items(value: object) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list) else (value,)
 
 
@@ -629,5 +631,5 @@ def label_number(label: str) -> int | None:
     return int(number) if is_integer(number) and len(number) < _MAX_DIGITS else None
 
 
-def _is_label(value: Any) -> bool:
+def _is_label(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63

@@ -180,5 +180,5 @@ def _describe_differences(first: dict[str, Any], values: dict[str, Any]) -> list
     ]
 
 
-def _as_list(value: Any) -> list[Any]:
+def _as_list(value: object) -> list[Any]:
     return value if isinstance(value, list) else [value]

@@ -53,7 +53,7 @@ _PANDAS_MISSING = ("NAType", "NaTType")  # types of missing values besides NaN
 
 
 def store_rows(
-    dataset: Any, folder: str | Path, columns: dict[str, str], keep: Sequence[str] = ()
+    dataset: object, folder: str | Path, columns: dict[str, str], keep: Sequence[str] = ()
 ) -> str:
     """Store a dataset as Parquet files, with the bytes of its images.
 
@@ -85,7 +85,7 @@ def store_rows(
         remove_tree(staging)
 
 
-def is_dataset(value: Any) -> bool:
+def is_dataset(value: object) -> bool:
     """Return whether a value is a dataset in memory, not the address or the settings of one.
 
     Args:
@@ -130,11 +130,11 @@ def _encode_value(column: str, value: Any) -> Any:
     return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
 
 
-def _is_missing(value: Any) -> bool:
+def _is_missing(value: object) -> bool:
     return is_missing(value) or type(value).__name__ in _PANDAS_MISSING
 
 
-def _encode_image(value: Any) -> dict[str, Any] | None:
+def _encode_image(value: object) -> dict[str, Any] | None:
     """Return the path and the encoded bytes of an image; no bytes if it cannot be read here, for
     the quarantine of its row.
     """
@@ -173,17 +173,19 @@ def _image_of_array(array: np.ndarray) -> Image.Image:
     return Image.fromarray(array.squeeze(-1) if array.shape[2:] == (1,) else array)
 
 
-def _with_own_media(message: Any) -> Any:
+def _with_own_media(message: object) -> Any:
     """Return a message with the files of its parts as data URIs, because paths are relative to the
     working directory.
     """
-    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(message, Mapping):
+        return message
+    content = message.get("content")
     if not isinstance(content, (list, tuple, np.ndarray)):
         return message
     return {**message, "content": [_with_own_medium(part) for part in content]}
 
 
-def _with_own_medium(part: Any) -> Any:
+def _with_own_medium(part: object) -> Any:
     if not isinstance(part, Mapping):
         return part
     own = dict(part)
@@ -196,7 +198,7 @@ def _with_own_medium(part: Any) -> Any:
     return own
 
 
-def _json_value(value: Any) -> Any:
+def _json_value(value: object) -> Any:
     """Return an array as a list, and an image in a message as a data URI."""
     if isinstance(value, (np.ndarray, np.generic)) and np.ndim(value) < 2:
         return value.tolist()
@@ -205,7 +207,7 @@ def _json_value(value: Any) -> Any:
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
-def _package(value: Any) -> str:
+def _package(value: object) -> str:
     return type(value).__module__.partition(".")[0]
 
 
@@ -220,7 +222,7 @@ def _write_ray_dataset(
 
 
 def _write_tables(
-    dataset: Any, staging: AnyPath, columns: dict[str, str], keep: Sequence[str]
+    dataset: object, staging: AnyPath, columns: dict[str, str], keep: Sequence[str]
 ) -> None:
     for number, table in enumerate(_tables(dataset, columns, keep)):
         buffer = io.BytesIO()
@@ -228,7 +230,7 @@ def _write_tables(
         (staging / f"{number:06}.parquet").write_bytes(buffer.getvalue())
 
 
-def _tables(dataset: Any, columns: dict[str, str], keep: Sequence[str]) -> Iterator[pa.Table]:
+def _tables(dataset: object, columns: dict[str, str], keep: Sequence[str]) -> Iterator[pa.Table]:
     """Yield tables of encoded rows, in order; each with the features of Hugging Face `datasets`."""
     first = 0
     for rows, metadata in _parts_of(dataset):
@@ -244,7 +246,9 @@ def _tables(dataset: Any, columns: dict[str, str], keep: Sequence[str]) -> Itera
             first += len(part)
 
 
-def _parts_of(dataset: Any) -> list[tuple[Iterator[Mapping[str, Any]], dict[bytes, bytes] | None]]:
+def _parts_of(
+    dataset: object,
+) -> list[tuple[Iterator[Mapping[str, Any]], dict[bytes, bytes] | None]]:
     """Return the rows of a dataset, or of each of its splits, and the metadata of its schema."""
     if _package(dataset) == "datasets" and isinstance(dataset, Mapping):
         parts = ((split, *_rows_of(part)) for split, part in dataset.items())
@@ -258,7 +262,7 @@ def _with_split(rows: Iterator[Mapping[str, Any]], split: str) -> Iterator[Mappi
 
 def _rows_of(dataset: Any) -> tuple[Iterator[Mapping[str, Any]], dict[bytes, bytes] | None]:
     package = _package(dataset)
-    if package == "pandas" and hasattr(dataset, "columns"):
+    if package == "pandas" and type(dataset).__name__ == "DataFrame":
         starts = range(0, len(dataset), _ROWS_PER_FILE)
         parts = (dataset.iloc[start : start + _ROWS_PER_FILE] for start in starts)
         return (row for part in parts for row in part.to_dict("records")), None

@@ -469,13 +469,13 @@ class CocoSource(ListingSource):
         return f"{folder}{slash}"
 
 
-def _has_sentences(images: Any) -> bool:
+def _has_sentences(images: object) -> bool:
     """Return whether these are the images of a document of Karpathy."""
     first = images[0] if isinstance(images, list) and images else None
     return isinstance(first, dict) and {"sentences", "filename"} <= first.keys()
 
 
-def _id_text(value: Any) -> str:
+def _id_text(value: object) -> str:
     """Return the ID of an image in one form: 9, "9" and "0009" are the same."""
     text = str(value)
     return str(int(text)) if text.isascii() and text.isdigit() else text

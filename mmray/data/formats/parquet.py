@@ -324,7 +324,7 @@ def _cumulative_rows(file: pq.ParquetFile) -> list[int]:
     )
 
 
-def _drop_null_fields(value: Any) -> Any:
+def _drop_null_fields(value: object) -> Any:
     """Return a value without the fields that its structs have only for other rows, such as the
     arguments of another tool.
     """

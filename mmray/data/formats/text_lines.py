@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -70,7 +71,7 @@ class LineReader(Iterator[bytes]):
         digest: hashlib's SHA-256 object of the bytes so far; a caller may replace it.
     """
 
-    def __init__(self, file: Any, start: int = 0, stop: int = sys.maxsize) -> None:
+    def __init__(self, file: io.RawIOBase, start: int = 0, stop: int = sys.maxsize) -> None:
         file.seek(start)
         self._file = io.BufferedReader(file, _PIECE_BYTES)
         self._stop = stop
@@ -120,9 +121,9 @@ class JsonlSource(Source):
     reads_folder = True
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson")
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._layouts: dict[str, Any] = {}
+    @cached_property
+    def _layouts(self) -> dict[str, Any]:
+        return {}  # by file, of a subclass
 
     @classmethod
     def matches_folder(cls, names: list[str]) -> bool:

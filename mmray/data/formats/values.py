@@ -149,7 +149,7 @@ def _with_class_caption(
     return values | {"text": caption_template.replace("{}", class_names[label])}
 
 
-def _as_identifier(name: str, value: Any) -> Any:
+def _as_identifier(name: str, value: object) -> Any:
     """Return a whole number as an integer, and bytes as text or in hexadecimal.
 
     Raises BadRow for a float that may be a rounded integer.
@@ -260,7 +260,7 @@ def _join_answers(values: dict[str, Any]) -> None:
         values[name] = [*turns[:first], answer, *turns[first + 1 :]]
 
 
-def _split_turns(text: Any) -> list[Any]:
+def _split_turns(text: object) -> list[Any]:
     """Return the messages of a conversation in one text, as in hh-rlhf: `\\n\\nHuman: ...`;
     [] for others.
     """
@@ -311,15 +311,18 @@ def _join_chat_columns(values: dict[str, Any]) -> None:
             values[name] = [{"role": "system", "content": system}] * bool(system) + turns
 
 
-def _as_messages(role: str, content: Any) -> list[Any]:
+def _as_messages(role: str, content: object) -> list[Any]:
     """Return a prompt or a completion as messages; TRL's may be messages already.
 
     As in TRL, the answers in a prompt are no targets.
     """
     if isinstance(content, dict) and not content.keys().isdisjoint(("role", "from")):
         content = [content]
-    is_list = isinstance(content, list) and all(isinstance(each, dict) for each in content)
-    if not is_list or not any({"role", "from"} & each.keys() for each in content):
+    if (
+        not isinstance(content, list)
+        or not all(isinstance(each, dict) for each in content)
+        or not any({"role", "from"} & each.keys() for each in content)
+    ):
         # a text, or parts
         return [{"role": role, "content": content}]
     is_prompt = role == "user"
@@ -329,7 +332,7 @@ def _as_messages(role: str, content: Any) -> list[Any]:
     ]
 
 
-def _is_question_and_answer(texts: Any) -> bool:
+def _is_question_and_answer(texts: object) -> bool:
     """Return whether these are turns {user, assistant}, as The Cauldron has."""
     return (
         isinstance(texts, list)

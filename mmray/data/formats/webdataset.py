@@ -214,7 +214,7 @@ class WebDatasetSource(Source):
         return kept | values | ({NOTICES: notices} if notices else {})
 
 
-def _is_used(name: str, value: Any, values: dict[str, Any]) -> bool:
+def _is_used(name: str, value: object, values: dict[str, Any]) -> bool:
     """Return whether a field of the JSON is in the values of a row: itself, or as its text."""
     if value is values.get(name):
         return True

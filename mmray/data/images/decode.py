@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import PIL
@@ -257,7 +256,7 @@ def split_pages(data: bytes, max_pixels: int = MAX_PIXELS) -> list[bytes]:
     return pages
 
 
-def _page_indices(image: Any) -> Sequence[int]:
+def _page_indices(image: Image.Image) -> Sequence[int]:
     """Return the indices of the frames of an opened image, of a TIFF of the pages without smaller
     copies and masks of pages. Raises BadImage.
     """
@@ -275,7 +274,7 @@ def _page_indices(image: Any) -> Sequence[int]:
         return indices
 
 
-def _has_pages(image: Any) -> bool:
+def _has_pages(image: Image.Image) -> bool:
     try:
         return len(_page_indices(image)) > 1
     except BadImage:  # one after the first is damaged

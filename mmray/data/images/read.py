@@ -281,10 +281,11 @@ def locate_file(folder: AnyPath, image: ImageRef, roots: Roots = ()) -> ImageRef
 
 def is_inside(path: AnyPath, folders: Sequence[AnyPath]) -> bool:
     """Return whether a folder is one of some folders, or in one of them."""
+    options = path.options if isinstance(path, RemotePath) else ""
     prefixes = [
         _prefixes(folder)[-1]
         for folder in folders
-        if getattr(folder, "options", "") == getattr(path, "options", "")
+        if (folder.options if isinstance(folder, RemotePath) else "") == options
     ]
     return _prefixes(path)[-1].startswith(tuple(prefixes))
 

@@ -68,7 +68,7 @@ class SubprocessDecoder:
         """
         return MediaInfo(**self.request(_check_media, data, kind, max_pixels, header_only))
 
-    def request(self, function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    def request(self, function: Callable[..., dict[str, Any]], *args: object) -> dict[str, Any]:
         """Call a function in the child process.
 
         Args:

@@ -7,7 +7,7 @@ from (seed, pass over the set, key).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from mmray.data.images.transform import NUM_UNIFORMS, transform
 from mmray.data.media.decode import BadMedia, read_audio, read_frames, read_header
 
 if TYPE_CHECKING:
-    from mmray.config import Augment
+    from mmray.config import Augment, Inputs
     from mmray.config.model_kinds import ClipInputs
     from mmray.data.store.stored_row import Media, Row
 
@@ -227,11 +227,16 @@ class ClipColumns:
         return None if samples is None else samples[: round(self.inputs.clip_s * rate)]
 
 
-def clip_columns(inputs: Any, augment: Augment | None = None) -> ClipColumns | None:
+def has_clips(inputs: Inputs) -> TypeGuard[ClipInputs]:
+    """Return whether a section `model.inputs`, or a copy of it, is of a model that takes clips."""
+    return bool(vars(inputs).get("clip_s"))
+
+
+def clip_columns(inputs: Inputs, augment: Augment | None = None) -> ClipColumns | None:
     """Return the columns of clips for the `model.inputs` of a model that takes clips; None for
     others.
     """
-    return ClipColumns(inputs, augment) if getattr(inputs, "clip_s", 0) else None
+    return ClipColumns(inputs, augment) if has_clips(inputs) else None
 
 
 def clip_batch(rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

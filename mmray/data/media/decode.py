@@ -12,13 +12,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mmray.data.images.decode import MAX_PIXELS, BadImage
 from mmray.data.media.formats import NAMES, detect_demuxer
 from mmray.errors import UsageError
+
+if TYPE_CHECKING:
+    from av import AudioFrame, AudioResampler, AudioStream, VideoFrame, VideoStream
+    from av.container import InputContainer
 
 _EXTRA_HINT = "audio and video need an extra: pip install 'mmray[media]'"
 MAX_DURATION_S = 4 * 3600.0
@@ -115,6 +119,8 @@ def verify_media(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaI
     Raises:
         BadMedia: It is damaged, or exceeds a limit.
     """
+    import av
+
     with _open(data, max_pixels) as container:
         info = _read_header(container, kind, max_pixels)
         streams = [each for each in (_video(container), _audio(container)) if each is not None]
@@ -132,7 +138,7 @@ def verify_media(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaI
             for frame in packet.decode():
                 if frame.is_corrupt:
                     raise BadMedia("corrupt", f"a frame at {frame.time or 0:.2f} s is damaged")
-                if getattr(frame, "width", 0) * getattr(frame, "height", 0) > max_pixels:
+                if isinstance(frame, av.VideoFrame) and frame.width * frame.height > max_pixels:
                     raise BadMedia(
                         "too-large", f"{frame.width} x {frame.height} is over {max_pixels} pixels"
                     )
@@ -293,11 +299,11 @@ class _Run:
         self._start_s = start_s
         self._samples = samples
         self._rate = rate
-        self._resampler: Any = None
+        self._resampler: AudioResampler | None = None
         self._index = 0  # index of the next resampled sample
         self._next_s = 0.0
 
-    def add(self, frame: Any, time: float | None) -> None:
+    def add(self, frame: AudioFrame, time: float | None) -> None:
         """Add the next frame, which starts at a time in seconds; None: after the last one."""
         import av
 
@@ -309,16 +315,16 @@ class _Run:
             self._index = round((self._next_s - self._start_s) * self._rate)
         self._next_s += frame.samples / frame.sample_rate
         frame.pts = None
-        self._resample(frame)
+        self._copy(self._resampler.resample(frame))
 
     def flush(self) -> None:
         """Copy the samples that the resampler still has, before a gap or the end."""
         if self._resampler is not None:
-            self._resample(None)
+            self._copy(self._resampler.resample(None))
             self._resampler = None
 
-    def _resample(self, frame: Any) -> None:
-        for resampled in self._resampler.resample(frame):
+    def _copy(self, frames: list[Any]) -> None:
+        for resampled in frames:
             samples = np.frombuffer(resampled.planes[0], np.int16, resampled.samples)
             start = max(0, self._index)
             stop = min(self._index + len(samples), len(self._samples))
@@ -378,7 +384,7 @@ def _check_wav_size(data: bytes) -> None:
         at += 8 + size + size % 2
 
 
-def _video(container: Any) -> Any:
+def _video(container: InputContainer) -> Any:
     """Return the first video stream that is not a cover image; None if there is none."""
     import av
 
@@ -387,11 +393,11 @@ def _video(container: Any) -> Any:
     return next(streams, None)
 
 
-def _audio(container: Any) -> Any:
+def _audio(container: InputContainer) -> Any:
     return next(iter(container.streams.audio), None)
 
 
-def _zero(container: Any) -> float:
+def _zero(container: InputContainer) -> float:
     """Return the timestamp of time zero in seconds."""
     if container.format.name != "mp3":
         return 0.0
@@ -399,7 +405,7 @@ def _zero(container: Any) -> float:
     return float((stream.start_time or 0) * stream.time_base) if stream else 0.0
 
 
-def _read_header(container: Any, kind: str, max_pixels: int) -> MediaInfo:
+def _read_header(container: InputContainer, kind: str, max_pixels: int) -> MediaInfo:
     video = _video(container)
     audio = _audio(container)
     stream = video if kind == "video" else audio
@@ -449,7 +455,7 @@ def _read_header(container: Any, kind: str, max_pixels: int) -> MediaInfo:
     )
 
 
-def _notices(container: Any, kind: str, video: Any) -> list[str]:
+def _notices(container: InputContainer, kind: str, video: VideoStream | None) -> list[str]:
     """Return what a file has and a clip of it does not."""
     import av
 
@@ -459,6 +465,7 @@ def _notices(container: Any, kind: str, video: Any) -> list[str]:
     )
     checks = {
         "an HDR video (PQ or HLG) is not tone-mapped, so its colors are pale": kind == "video"
+        and video is not None
         and video.codec_context.color_trc in _HDR_TRANSFERS,
         "the video of a file in the column `audio` is not used": kind == "audio"
         and video is not None,
@@ -470,7 +477,7 @@ def _notices(container: Any, kind: str, video: Any) -> list[str]:
     return [text for text, holds in checks.items() if holds]
 
 
-def _header_end(container: Any, stream: Any) -> float:
+def _header_end(container: InputContainer, stream: Any) -> float:
     """Return the time at which a stream ends according to the header; 0 if it does not state it."""
     if stream.duration is not None:
         start = stream.start_time or 0
@@ -479,7 +486,9 @@ def _header_end(container: Any, stream: Any) -> float:
     return (container.duration or 0) / 1e6
 
 
-def _check_duration(container: Any, streams: list[Any], ends: dict[int, float]) -> None:
+def _check_duration(
+    container: InputContainer, streams: Sequence[VideoStream | AudioStream], ends: dict[int, float]
+) -> None:
     """Raise BadMedia if less was decoded than the header states."""
     if container.format.name in WITHOUT_DURATION:
         return
@@ -493,17 +502,18 @@ def _check_duration(container: Any, streams: list[Any], ends: dict[int, float]) 
             )
 
 
-def _frame_duration(frame: Any, info: MediaInfo) -> float:
-    samples = getattr(frame, "samples", None)
-    if samples is not None:
-        return float(samples / frame.sample_rate)
-    if frame.duration:
+def _frame_duration(frame: AudioFrame | VideoFrame, info: MediaInfo) -> float:
+    import av
+
+    if isinstance(frame, av.AudioFrame):
+        return float(frame.samples / frame.sample_rate)
+    if frame.duration and frame.time_base:
         return float(frame.duration * frame.time_base)
     return 1 / info.rate if info.rate else 0.0
 
 
 def _shown_frames(
-    container: Any, stream: Any, times_s: Sequence[float], info: MediaInfo
+    container: InputContainer, stream: VideoStream, times_s: Sequence[float], info: MediaInfo
 ) -> tuple[list[Any], float]:
     """Return the last frame at or before each time, decoded from the current position (the first
     frame for times before it), and the end of the last frame if it was reached, otherwise inf.

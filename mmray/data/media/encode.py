@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mmray.data.media.decode import read_audio
+
+if TYPE_CHECKING:
+    from av import AudioStream
+    from av.container import OutputContainer
 
 _PART_SAMPLES = 1 << 20
 
@@ -37,7 +41,9 @@ def encode_audio(
     return file.getvalue()
 
 
-def write_samples(container: Any, stream: Any, samples: np.ndarray, rate: int) -> None:
+def write_samples(
+    container: OutputContainer, stream: AudioStream, samples: np.ndarray, rate: int
+) -> None:
     """Encode samples int16 [N] as an `av.AudioStream` of mono audio, and write them to its open
     file.
     """

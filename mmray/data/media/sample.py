@@ -11,7 +11,7 @@ import json
 import random
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -115,14 +115,14 @@ def _write_video(file: Path, scenes: list[Scene], draw: random.Random) -> None:
     jitters = [(draw.uniform(-0.06, 0.06), draw.uniform(-0.06, 0.06)) for _ in scenes]
     colors = [tinted(COLORS[scene.color], draw) for scene in scenes]
     with av.open(str(file), "w") as container:
-        video: Any = container.add_stream("libx264", rate=FRAME_RATE)
+        video = container.add_stream("libx264", rate=FRAME_RATE)
         video.width = video.height = SIDE
         video.pix_fmt = "yuv420p"
         video.codec_context.gop_size = KEYFRAME_EVERY
         video.codec_context.thread_count = 1  # more take longer for such small frames
         video.options = {"preset": "ultrafast", "crf": "20"}
         # FLAC is encoded in a tenth of the time of AAC, and decoded in half of it.
-        audio: Any = container.add_stream("flac", rate=SAMPLE_RATE, layout="mono")
+        audio = container.add_stream("flac", rate=SAMPLE_RATE, layout="mono")
         for index in range(round(DURATION_S * FRAME_RATE)):
             time = index / FRAME_RATE
             image = Image.new("RGB", (SIDE, SIDE), (128, 128, 128))

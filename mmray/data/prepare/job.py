@@ -84,7 +84,7 @@ class PrepareJob:
         settings = [
             _RECORD_VERSION,
             self.source.format,
-            *(getattr(self.settings, name) for name in _PACK_SETTINGS),
+            *(dict(self.settings)[name] for name in _PACK_SETTINGS),
         ]
         if self.compute is not None:
             settings += [self.settings.compute, source_digest(self.compute)]

@@ -59,7 +59,7 @@ def map_tasks(
     """
     if not items:
         return
-    run: Any = _map_on_ray if connect.is_connected() else _map_in_processes
+    run = _map_on_ray if connect.is_connected() else _map_in_processes
     with closing(run(partial(_run_item, work, hint), items, runs_model, hint)) as results:
         for result in results:
             if isinstance(result, MmrayError):
@@ -83,7 +83,7 @@ def _map_in_processes(
 
 
 def _map_on_ray(
-    run_item: Callable[..., Any], items: Sequence[Any], runs_model: bool, hint: str
+    run_item: partial[Any], items: Sequence[Any], runs_model: bool, hint: str
 ) -> Generator[Any, None, None]:
     """Items and results are pickled."""
     import ray.data
@@ -103,7 +103,7 @@ def _map_on_ray(
         min(tasks, local_cores + (tasks >= TASKS_PER_CORE * local_cores)) if local_cores else None
     )
     num_gpus = int(ray.cluster_resources().get("GPU", 0)) if runs_model else 0
-    call: Any = partial(_run_batch, run_item=run_item)
+    call: Callable[..., Any] = partial(_run_batch, run_item=run_item)
     # GPU actors, because a task would load the model again.
     options: dict[str, Any] = {"max_retries": MAX_RETRIES, "concurrency": concurrency}
     if num_gpus:
@@ -118,8 +118,9 @@ def _map_on_ray(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         results = dataset.map_batches(call, batch_size=1, batch_format="numpy", **options)
-    work = getattr(run_item, "args", (run_item,))[0]
-    results.set_name(f"prepare {getattr(work, 'func', work).__name__}")  # for Ray's dashboard
+    work = run_item.args[0]
+    function = work.func if isinstance(work, partial) else work
+    results.set_name(f"prepare {function.__name__}")  # for Ray's dashboard
     # Ray Data would add a node at a time, because its tasks have no output until they end.
     autoscaler = placement.AutoscalerRequest(f"mmray-{os.urandom(4).hex()}")
     num_cores = -(-tasks // TASKS_PER_NEW_CORE) if placement.autoscaling_pools() else 0
@@ -199,7 +200,7 @@ class _BatchActor:
 
 
 def _run_item(
-    work: Callable[[Item], Result], hint: str, item: Item, *_: Any
+    work: Callable[[Item], Result], hint: str, item: Item, *_: object
 ) -> Result | MmrayError:
     """Return the result or the error of `work(item)`: Ray would retry a task that raises."""
     try:

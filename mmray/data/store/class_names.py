@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 
@@ -12,11 +12,31 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.row_columns import is_integer
 from mmray.errors import UsageError
 
+if TYPE_CHECKING:
+    from mmray.config import Model
+
 _NUM_CHECKED_ROWS = 1000  # of a set whose classes have no names
 _NUM_SHOWN_NAMES = 20
 
 
-def with_class_names(model: Any, train_sets: Sequence[PreparedSet]) -> Any:
+@runtime_checkable
+class HasClassNames(Protocol):
+    """A section `model` whose model may use labels."""
+
+    class_names: tuple[str, ...]
+
+    def replace(self, **settings: object) -> Any:
+        """Return a copy with other settings."""
+
+
+@runtime_checkable
+class HasClasses(Protocol):
+    """A section `model` with a classification head."""
+
+    classes: int
+
+
+def with_class_names(model: Model, train_sets: Sequence[PreparedSet]) -> Model:
     """Fill in `model.class_names`, the names of the labels 0, 1, ..., from the sets, unless it is
     set; without effect on a model that uses no labels.
 
@@ -33,7 +53,7 @@ def with_class_names(model: Any, train_sets: Sequence[PreparedSet]) -> Any:
     class_names: tuple[str, ...] = tuple(dict.fromkeys(chain(*names)))
     if len(names) == 1:
         (class_names,) = names
-    num_classes = getattr(model, "classes", len(class_names))
+    num_classes = model.classes if isinstance(model, HasClasses) else len(class_names)
     if len(class_names) > num_classes:
         folders = ", ".join(str(each.folder) for each in names.values())
         raise UsageError(
@@ -44,7 +64,7 @@ def with_class_names(model: Any, train_sets: Sequence[PreparedSet]) -> Any:
 
 
 def match_classes(
-    model: Any, prepared: PreparedSet, log: Callable[[str, str], None] = lambda _, __: None
+    model: Model, prepared: PreparedSet, log: Callable[[str, str], None] = lambda _, __: None
 ) -> PreparedSet:
     """Return a set whose labels are those of the classes of a run with the same names.
 
@@ -79,7 +99,7 @@ def match_classes(
             f"of the run are {_format_names(model.class_names) or 'numbers'} (model.class_names): "
             f"{_format_names(lacking)} cannot be matched by name"
         )
-        if hasattr(model, "classes"):
+        if isinstance(model, HasClasses):
             raise UsageError(f"{problem}. Prepare the set with the same names")
         log(
             f"{problem}, so its labels stay as it numbers them. If the model uses labels, name the "
@@ -95,8 +115,9 @@ def match_classes(
     return prepared.with_label_numbers({label: of_run[name] for label, name in names.items()})
 
 
-def _uses_labels(model: Any) -> bool:
-    return hasattr(model, "class_names") and getattr(model, "classes", None) != 0
+def _uses_labels(model: Model) -> TypeGuard[HasClassNames]:
+    uses_none = isinstance(model, HasClasses) and model.classes == 0
+    return isinstance(model, HasClassNames) and not uses_none
 
 
 def _check_distinct(names: Sequence[str], prepared: PreparedSet) -> None:

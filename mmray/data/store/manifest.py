@@ -204,7 +204,7 @@ def write_manifest(folder: AnyPath, manifest: Manifest) -> None:
     write_atomic(folder / MANIFEST, orjson.dumps(values, option=options))
 
 
-def _open_table(folder: AnyPath, entry: Any) -> ShardTable:
+def _open_table(folder: AnyPath, entry: Mapping[str, Any]) -> ShardTable:
     """Open the table of a manifest. Raises DataError, ValueError or KeyError."""
     name = str(entry["file"])
     if not is_safe_path(name):

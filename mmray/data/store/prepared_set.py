@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -65,6 +65,8 @@ class PreparedSet:
         shard_numbers: Indices in it of the shards with rows of this set, int64.
     """
 
+    names: ClassVar[Sequence[str]] = ()  # of the sets of a mixture
+
     folder: AnyPath
     manifest: Manifest
     split: str | None = None
@@ -84,7 +86,7 @@ class PreparedSet:
         self._cached_block_rows = self.shuffle_block if is_cached else 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PreparedSet, tuple(getattr(self, each.name) for each in fields(self))
+        return PreparedSet, tuple(vars(self)[each.name] for each in fields(self))
 
     @classmethod
     def open(cls, path: str, split: str | None = None) -> PreparedSet:

@@ -192,7 +192,7 @@ class ShardTable:
         rows = list(shards)
         names = [field.name for field in _SCHEMA if field.name not in ("dropped", "offsets")]
         columns = [
-            pa.array([getattr(shard, name) for shard in rows], _SCHEMA.field(name).type)
+            pa.array([vars(shard)[name] for shard in rows], _SCHEMA.field(name).type)
             for name in names
         ]
         columns.append(_list_array([np.array(shard.dropped, np.int64) for shard in rows]))

@@ -59,7 +59,7 @@ class ShardWriter:
         """Add a row, and write a record batch if RECORD_BATCH_ROWS (8) rows are waiting."""
         self._batch.append(row)
         self._num_rows += 1
-        values = [getattr(row, name) for name in _DIGEST_COLUMNS]
+        values = [vars(row)[name] for name in _DIGEST_COLUMNS]
         values += [[media.kind, media.sha256, media.ref] for media in row.media]
         values += [row.messages] if row.messages else []
         values += [row.spans] if row.spans else []
@@ -73,7 +73,7 @@ class ShardWriter:
         if self._batch:
             columns = []
             for field in SCHEMA:
-                values = [getattr(row, field.name) for row in self._batch]
+                values = [vars(row)[field.name] for row in self._batch]
                 if field.name == "media":
                     values = [[vars(media) for media in each] for each in values]
                 if field.name == "messages":

@@ -163,7 +163,7 @@ class Row:
         lists: dict[str, Any] = {
             name: values and [values[number] for number in numbers]
             for name in ("spans", "text_columns", "text_weights")
-            if (values := getattr(self, name)) is not None
+            if (values := vars(self)[name]) is not None
         }
         return replace(self, texts=[self.texts[number] for number in numbers], **lists)
 

@@ -118,7 +118,7 @@ class _Actor:
 
 
 def _future_of(
-    reference: Any, receive: Callable[[Any], Any] = lambda result: result
+    reference: ray.ObjectRef[Any], receive: Callable[[Any], Any] = lambda result: result
 ) -> Future[Any]:
     """Return a future of an object, which raises what the actor itself raised; `receive` converts
     the object.

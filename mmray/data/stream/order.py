@@ -94,8 +94,8 @@ def _cycle_walk(
 
 def _feistel(index: np.ndarray, size: int | np.ndarray, shuffle_key: np.ndarray) -> np.ndarray:
     sizes = np.asarray(size, np.uint64)
-    a: Any = np.ceil(np.sqrt(sizes)).astype(np.uint64)
-    b: Any = (sizes + a - np.uint64(1)) // a
+    a = np.ceil(np.sqrt(sizes)).astype(np.uint64)
+    b = (sizes + a - np.uint64(1)) // a
     left = index // b
     right = index % b
     for number in range(_ROUNDS):

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mmray.machine import HAS_MEMFD
+
 
 class PixelSlots:
     """Memory for pixels that the processes of a run share, divided into slots for the rows of a
@@ -138,7 +140,7 @@ def _open_slots(path: str, inode: int, shape: tuple[int, ...]) -> np.ndarray:
 
 def _create_file(num_bytes: int) -> int:
     """Return the descriptor of a file without a name, in memory if the system can."""
-    if hasattr(os, "memfd_create"):
+    if HAS_MEMFD:
         file = os.memfd_create("mmray-pixels")
     else:
         with tempfile.TemporaryFile() as temporary:

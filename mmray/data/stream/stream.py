@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from mmray.data.stream.blocks import Block
 from mmray.data.stream.decoder import Decoded
 from mmray.data.stream.order import BlockPlan
@@ -29,6 +31,11 @@ class RankBlocks(OrderedMap[int, Any]):
         self, blocks: BlockPlan, rank: int, pool: Pool[int, Decoded], late_s: float | None
     ) -> None:
         super().__init__(pool, range(rank, blocks.count, blocks.plan.world_size), late_s)
+
+    @property
+    def pixels(self) -> np.ndarray | None:
+        """Memory with the pixels of all blocks, if they have fixed places in it."""
+        return None
 
     def __next__(self) -> Block:
         decoded: Decoded = super().__next__()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import BertWordPieceTokenizer, Tokenizer
+from tokenizers.models import BPE
 
 from mmray.data.rows import BadRow
 
@@ -85,7 +86,8 @@ def repair_text(text: str) -> str:
 def is_clip_bpe(tokenizer: Tokenizer) -> bool:
     """Return whether a tokenizer has CLIP's vocabulary, which was made from repaired texts."""
     return (
-        getattr(tokenizer.model, "end_of_word_suffix", None) == "</w>"
+        isinstance(tokenizer.model, BPE)
+        and tokenizer.model.end_of_word_suffix == "</w>"
         and tokenizer.token_to_id("<|startoftext|>") is not None
     )
 

@@ -156,7 +156,7 @@ def _read_clip_bpe(file: Path) -> Tokenizer:
         "<|endoftext|>",
     ]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    pairs: Any = [tuple(merge.split(" ")) for merge in merges]
+    pairs: list[Any] = [tuple(merge.split(" ")) for merge in merges]
     return CLIPTokenizer(vocabulary, pairs).backend_tokenizer
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from mmray.data.messages import REJECTED, Message
 from mmray.data.text.tokenizer import remove_tokens
 from mmray.data.vlm.families import WEIGHTS_SETTING
 from mmray.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
 
 TEMPLATE_ADVICE = (
     "Mark the assistant's text with {% generation %} ... {% endgeneration %} in "
@@ -74,7 +77,7 @@ class ChatTemplate:
         UsageError: The processor has no chat template.
     """
 
-    def __init__(self, processor: Any, kinds: Sequence[str], weights: str) -> None:
+    def __init__(self, processor: ProcessorMixin, kinds: Sequence[str], weights: str) -> None:
         if processor.chat_template is None:
             raise UsageError(
                 f"{WEIGHTS_SETTING}: {weights} has no chat template, so conversations cannot be "
@@ -104,7 +107,7 @@ class ChatTemplate:
             conversation.append(cleaned)
         return conversation
 
-    def _clean_value(self, value: Any) -> Any:
+    def _clean_value(self, value: object) -> Any:
         """Return a JSON value without `reserved_tokens` in its texts."""
         if isinstance(value, str):
             return remove_tokens(value, self.reserved_tokens)
@@ -325,7 +328,7 @@ def _after_reasoning(message: Message, text: str, first: int, last: int) -> int:
 
 
 def weights_of_spans(
-    spans: Sequence[Span], offsets: Any, replacements: list[dict[str, Any]]
+    spans: Sequence[Span], offsets: object, replacements: list[dict[str, Any]]
 ) -> np.ndarray:
     """Return float32 [T]: the weight of tokens that overlap a span, 0 for others.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from inspect import signature
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from mmray.data.stream.token_batches import TokenPlan
 from mmray.data.vlm.encoder import EncodedRow
 from mmray.data.vlm.families import GENERAL, Family
 from mmray.data.vlm.reader import unpack_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # Columns of a batch that describe its rows; the others are inputs of the model.
 ROW_COLUMNS = ("key", "label", "valid", "pos", "num_tokens")
@@ -51,7 +54,7 @@ class RowCollator:
     def __init__(
         self,
         family: Family,
-        config: Any,
+        config: PreTrainedConfig,
         dummy: EncodedRow,
         packed: bool,
         rope_index: RopeFn | None = None,
@@ -158,7 +161,7 @@ def padded_columns(rows: Sequence[EncodedRow], width: int, on_left: bool = False
         column = torch.zeros(len(rows), width, dtype=torch.long)
         for index, row in enumerate(rows):
             length = len(row.input_ids)
-            values: Any = 1 if name == "attention_mask" else row.token_types.get(name)
+            values = 1 if name == "attention_mask" else row.token_types.get(name)
             if values is not None:
                 first = width - length if on_left else 0
                 column[index, first : first + length] = torch.as_tensor(values)
@@ -189,7 +192,7 @@ def join_media(rows: Sequence[EncodedRow]) -> Batch:
     }
 
 
-def token_types(ids: Tensor, config: Any) -> Tensor:
+def token_types(ids: Tensor, config: PreTrainedConfig) -> Tensor:
     """Return the kind of each token: int64 like the ids, 1 for images and 2 for videos."""
     types = torch.zeros_like(ids)
     for number, name in enumerate(("image_token_id", "video_token_id"), 1):
@@ -244,7 +247,7 @@ def iter_row_batches(
         yield micro_batches
 
 
-def rope_index_of(config: Any) -> RopeFn:
+def rope_index_of(config: PreTrainedConfig) -> RopeFn:
     """Return the function that computes the positions of a row as transformers' model does.
 
     It runs on the CPU, because it reads the sizes of images.

@@ -125,11 +125,11 @@ def preference_of(row: Row) -> tuple[list[Message], list[Message]]:
     return pair
 
 
-def encoder_arguments(inputs: Any) -> dict[str, Any]:
+def encoder_arguments(inputs: object) -> dict[str, Any]:
     """Return the limits of the section `model.inputs` as arguments of ProcessorEncoder; a section
     that an older version exported may lack settings.
     """
-    return {name: getattr(inputs, name) for name in _INPUT_SETTINGS if hasattr(inputs, name)}
+    return {name: value for name, value in vars(inputs).items() if name in _INPUT_SETTINGS}
 
 
 class ProcessorEncoder:
@@ -188,12 +188,14 @@ class ProcessorEncoder:
                 )
         self.tokenizer = self.processor.tokenizer
         self._budget = budget_arguments(
-            getattr(self.processor, "image_processor", None), max_pixels, min_pixels
+            self.media_settings("image_processor"), max_pixels, min_pixels
         )
         self._image_arguments: dict[str, Any] = dict(self._budget)
         if not is_general:
             self._image_arguments |= {"do_rescale": False, "do_normalize": False}
-        self._count_arguments = self._image_arguments | crop_arguments(self.processor)
+        self._count_arguments = self._image_arguments | crop_arguments(
+            self.media_settings("image_processor")
+        )
         self.template = ChatTemplate(self.processor, self.kinds, weights)
         # `encode` removes them from texts, `decode` from answers.
         self.reserved_tokens = self.template.reserved_tokens
@@ -202,6 +204,13 @@ class ProcessorEncoder:
             number for number, token in added if token.content in self.reserved_tokens
         }
         self._replacements: dict[Any, str] = {}
+
+    def media_settings(self, part: str) -> dict[str, Any]:
+        """Return the settings of a part of the processor, such as `image_processor`; {}: it has no
+        such part.
+        """
+        processor = vars(self.processor).get(part)
+        return {} if processor is None else vars(processor)
 
     @property
     def digest(self) -> str:
@@ -212,7 +221,7 @@ class ProcessorEncoder:
         """
         video_processor = self.processor.video_processor if "video" in self.kinds else None
         names = ("image_processor", "feature_extractor")
-        processors = [getattr(self.processor, name, None) for name in names]
+        processors = [vars(self.processor).get(name) for name in names]
         parts = (
             version("transformers"),
             self.config["model_type"],
@@ -458,7 +467,7 @@ class ProcessorEncoder:
             inputs["video_second_per_grid"] = [num_frames / each.fps for each in metadata]
         return inputs
 
-    def _tokenize(self, text: str, **options: Any) -> dict[str, Any]:
+    def _tokenize(self, text: str, **options: object) -> dict[str, Any]:
         return dict(
             self.tokenizer(text, add_special_tokens=self._adds_special_tokens(text), **options)
         )
@@ -507,7 +516,7 @@ class ProcessorEncoder:
         width = size.width
         height = size.height
         # Images of a row with several may be represented by fewer tiles.
-        key: Any = (width, height, num_images > 1)
+        key: object = (width, height, num_images > 1)
         if self.family.count_is_exact:
             data = self.processor._get_num_multimodal_tokens(
                 image_sizes=[(height, width)], **self._count_arguments

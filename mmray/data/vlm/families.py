@@ -190,12 +190,13 @@ def is_packable(config: dict[str, Any], family: Family) -> bool:
 
 
 def budget_arguments(
-    image_processor: Any, max_pixels: int | None, min_pixels: int | None
+    image_settings: Mapping[str, Any], max_pixels: int | None, min_pixels: int | None
 ) -> dict[str, Any]:
     """Return the arguments of transformers' image processor that limit the size of an image.
 
     Args:
-        image_processor: The model's image processor, whose defaults are used; None: it has none.
+        image_settings: Settings of the model's image processor, which are the defaults; {}: it has
+            none.
         max_pixels: Maximum width x height after resizing; None: the processor's default.
         min_pixels: Minimum width x height after resizing; None: the processor's default.
 
@@ -205,12 +206,12 @@ def budget_arguments(
     Raises:
         UsageError: The processor does not support a given limit.
     """
-    size = dict(getattr(image_processor, "size", None) or {})
+    size = dict(image_settings.get("size") or {})
     # The edges in Qwen's `size` are pixels of an image.
-    is_of_qwen = hasattr(image_processor, "merge_size")
+    is_of_qwen = "merge_size" in image_settings
     by_pixels = is_of_qwen and {"shortest_edge", "longest_edge"} <= size.keys()
-    by_tiles = getattr(image_processor, "crop_to_patches", None)
-    by_edge = getattr(image_processor, "max_image_size", None)  # the longest one of an image
+    by_tiles = image_settings.get("crop_to_patches")
+    by_edge = image_settings.get("max_image_size")  # the longest one of an image
     for name, value, has_limit in (
         ("max_pixels", max_pixels, by_pixels or by_edge or by_tiles),
         ("min_pixels", min_pixels, by_pixels),
@@ -232,4 +233,4 @@ def budget_arguments(
         edge = max(tile, int(max_pixels**0.5) // tile * tile)
         return {"size": {"longest_edge": edge}}
     tiles = max(1, max_pixels // (size["height"] * size["width"]))
-    return {"max_patches": tiles, "min_patches": min(image_processor.min_patches, tiles)}
+    return {"max_patches": tiles, "min_patches": min(image_settings["min_patches"], tiles)}

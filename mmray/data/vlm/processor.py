@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from mmray.data.vlm.families import MODEL_CONFIG, WEIGHTS_SETTING, Family
 from mmray.data.vlm.video import FrameProcessor
 from mmray.errors import UsageError
+from mmray.plugins import load_class
 
 # Files of a model, besides its weights, that determine its inputs and answers.
 PROCESSOR_FILES = (
@@ -86,7 +87,6 @@ def load_processor(weights: str, config: dict[str, Any] | None) -> Any:
     Raises:
         UsageError: The processor cannot be loaded.
     """
-    import transformers
     from transformers import AutoProcessor
     from transformers.models.auto.configuration_auto import model_type_to_module_name
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
@@ -96,7 +96,8 @@ def load_processor(weights: str, config: dict[str, Any] | None) -> Any:
             return AutoProcessor.from_pretrained(weights)
         # A thinker has the processor of the whole model.
         whole_type = model_type_to_module_name(config["model_type"])
-        processor_class = getattr(transformers, PROCESSOR_MAPPING_NAMES[whole_type])
+        name = PROCESSOR_MAPPING_NAMES[whole_type]
+        processor_class = load_class(f"transformers:{name}", WEIGHTS_SETTING)
         return _without_video(processor_class).from_pretrained(weights)
     except (OSError, ValueError, ImportError) as error:
         raise UsageError(
@@ -112,12 +113,12 @@ def _without_video(processor_class: Any) -> Any:
     from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
 
     class WithoutVideo(processor_class):
-        def check_argument_for_proper_class(self, _name: str, argument: Any) -> Any:
+        def check_argument_for_proper_class(self, _name: str, argument: object) -> type:
             return type(argument)
 
         @classmethod
         def _get_arguments_from_pretrained(
-            cls, path: str, processor_dict: Any = None, **options: Any
+            cls, path: str, processor_dict: object = None, **options: Any
         ) -> list[Any]:
             load: dict[str, Callable[[str], Any]] = {
                 "image_processor": partial(AutoImageProcessor.from_pretrained, backend="pil"),
@@ -131,7 +132,7 @@ def _without_video(processor_class: Any) -> Any:
 
 
 def load_frame_processor(
-    weights: str, family: Family, processor: Any, frame_pixels: int | None
+    weights: str, family: Family, processor: object, frame_pixels: int | None
 ) -> FrameProcessor:
     """Load the settings of a model's video processor, without transformers' class, which needs
     torch.
@@ -157,11 +158,10 @@ def load_frame_processor(
     return FrameProcessor(settings, family.video == "clip", frame_pixels)
 
 
-def crop_arguments(processor: Any) -> dict[str, Any]:
+def crop_arguments(image_settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the size of the images of SigLIP, which are not cropped, as the crop by which
     LlavaProcessor counts tokens.
     """
-    image_processor = getattr(processor, "image_processor", None)
-    size = getattr(image_processor, "size", None) or {}
-    has_crop = getattr(image_processor, "crop_size", None) is not None
+    size = image_settings.get("size") or {}
+    has_crop = image_settings.get("crop_size") is not None
     return {"crop_size": dict(size)} if "height" in size and not has_crop else {}

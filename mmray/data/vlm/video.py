@@ -160,11 +160,11 @@ class FrameProcessor:
 
         rate = 1 / (times_s[1] - times_s[0])
         # It computes each time as an index divided by the rate.
-        indices: Any = [time * rate for time in times_s]
+        indices: list[Any] = [time * rate for time in times_s]
         return VideoMetadata(len(times_s), fps=rate, frames_indices=indices)
 
     def __call__(
-        self, videos: Sequence[np.ndarray], video_metadata: Any, **_: Any
+        self, videos: Sequence[np.ndarray], video_metadata: object, **_: object
     ) -> dict[str, Any]:
         """Return the inputs of the vision encoder.
 
@@ -212,8 +212,8 @@ def clip_length_s(media: Media, span: Sequence[float] | None) -> float:
     return media.duration or 0.0 if span is None else span[1] - span[0]
 
 
-def kind_of(medium: Any) -> str:
+def kind_of(medium: object) -> str:
     """Return the kind of a decoded medium: `image`, `video` or `audio`."""
     if isinstance(medium, Clip):
         return "video"
-    return "audio" if getattr(medium, "ndim", 3) == 1 else "image"
+    return "audio" if isinstance(medium, np.ndarray) and medium.ndim == 1 else "image"
