@@ -5,7 +5,6 @@ v, and gradients of biases that torch.compile fuses.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,12 +37,12 @@ def fuse_projections(model: nn.Module) -> None:
             layer.__class__ = ImageMLP
 
 
-def _is_plain(attention: Any) -> bool:
-    projections = attention.q_proj, attention.k_proj, attention.v_proj
+def _is_plain(attention: nn.Module) -> bool:
+    projections = map(attention.get_submodule, ("q_proj", "k_proj", "v_proj"))
     return not attention.dropout and all(type(part) is nn.Linear for part in projections)
 
 
-def _encodes_images(layer: Any) -> bool:
+def _encodes_images(layer: nn.Module) -> bool:
     return type(layer.config).__name__.endswith("VisionConfig")
 
 
@@ -51,11 +50,11 @@ class _SumBiasByRow(torch.autograd.Function):
     """Identity on the output [B, T, W] of a linear layer; backward sums the bias gradient."""
 
     @staticmethod
-    def forward(_: Any, output: Tensor, bias: Tensor) -> Tensor:
+    def forward(_: object, output: Tensor, bias: Tensor) -> Tensor:
         return output.view_as(output)
 
     @staticmethod
-    def backward(_: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(_: object, gradient: Tensor) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(gradient.dtype, torch.float32)
         return gradient, gradient.sum(1, dtype=dtype).sum(0)
 
@@ -117,7 +116,7 @@ class FusedAttention(nn.Module):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         is_causal: bool = False,
-        **_: Any,
+        **_: object,
     ) -> tuple[Tensor, None]:
         """Attend to all tokens, to those of a mask, or with `is_causal` to earlier ones.
 

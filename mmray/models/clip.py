@@ -35,10 +35,20 @@ from mmray.models.weights import (
     read_state_dict,
     transformer_config,
 )
+from mmray.plugins import load_class
 
 if TYPE_CHECKING:
+    from transformers import (
+        CLIPModel,
+        CLIPTextModel,
+        PreTrainedConfig,
+        SiglipTextModel,
+    )
+
     from mmray.config import Inputs
+    from mmray.config.model_kinds import Clip as ClipConfig
     from mmray.config.model_kinds import ClipFamily, EmbeddingModel
+    from mmray.config.model_kinds import Siglip as SiglipConfig
 
 MAX_LOG_SCALE = math.log(100)  # CLIP's bound: above it training is unstable
 
@@ -194,17 +204,17 @@ class PretrainedDualEncoder(DualEncoder):
         decoder = build_decoder(spec, net.config.vision_config.hidden_size, vocab_size, source)
         image = VisionBranch(
             net.vision_model,
-            getattr(net, "visual_projection", None),  # of CLIP
+            net.visual_projection if self.hf_class == Clip.hf_class else None,
             spec.inputs,
             spec.patch_dropout,
             with_features=decoder is not None,
         )
         super().__init__(image, self.text_branch(net, spec), spec, decoder)
         self.build_notes = tuple(note for note in notes if note is not None)
-        self._hf_config: Any = net.config
+        self._hf_config: PreTrainedConfig = net.config
         if source.pretrained and spec.weights != "none":
             self.log_scale.data.copy_(net.logit_scale.detach().squeeze())
-            if self.logit_bias is not None and hasattr(net, "logit_bias"):
+            if self.logit_bias is not None and self.hf_class != Clip.hf_class:
                 self.logit_bias.data.copy_(net.logit_bias.detach().squeeze())
 
     @staticmethod
@@ -230,9 +240,7 @@ class PretrainedDualEncoder(DualEncoder):
         Raises:
             UsageError: Weights cannot be read or are missing, or they do not suit the tokenizer.
         """
-        import transformers
-
-        model_class: Any = getattr(transformers, cls.hf_class)
+        model_class = load_class(f"transformers:{cls.hf_class}", WEIGHTS_SETTING)
         if "config" in source.saved:
             net = model_class(model_class.config_class.from_dict(source.saved["config"]))
         elif source.pretrained and spec.weights != "none":
@@ -282,7 +290,7 @@ class Clip(PretrainedDualEncoder):
     }
 
     @staticmethod
-    def default_hf_config(spec: Any, vocab_size: int) -> Any:
+    def default_hf_config(spec: ClipConfig, vocab_size: int) -> Any:
         from transformers import CLIPConfig
 
         shared = {"projection_dim": spec.embed_dim, "hidden_act": spec.activation or "quick_gelu"}
@@ -294,12 +302,12 @@ class Clip(PretrainedDualEncoder):
         )
 
     @staticmethod
-    def text_branch(net: Any, spec: ClipFamily) -> nn.Module:
+    def text_branch(net: CLIPModel, spec: ClipFamily) -> nn.Module:
         return ClipText(net.text_model, net.text_projection)
 
     @staticmethod
     @torch.no_grad()
-    def initialize(net: Any) -> None:
+    def initialize(net: CLIPModel) -> None:
         """Draw the weights of a CLIPModel again, as OpenAI's and open_clip's code does.
 
         transformers scales the two towers alike. OpenAI scales only the text tower by its depth,
@@ -368,7 +376,7 @@ class Siglip(PretrainedDualEncoder):
         return config_class(text_config=text, vision_config=vision)
 
     @staticmethod
-    def text_branch(net: Any, spec: Any) -> nn.Module:
+    def text_branch(net: Any, spec: SiglipConfig) -> nn.Module:
         config = net.config.text_config
         # configs can be wrong: SigLIP 2's has a default that its tokenizer does not use
         if spec.pad_id is not None:
@@ -459,7 +467,8 @@ class VisionBranch(nn.Module):
     def forward(self, image: Tensor) -> Encoded | Tensor:
         tower = self.tower
         # SigLIP has no such norm. CLIP's is per token, so it may precede the drop of patches.
-        hidden = tower.embeddings(image, getattr(tower, "pre_layrnorm", None))
+        norm = None if self.project is None else tower.pre_layrnorm
+        hidden = tower.embeddings(image, norm)
         mask = tower.embeddings.attention_mask(image)
         if self.training and self.patch_dropout:
             prefix = 0 if self.project is None else 1  # the class token
@@ -486,7 +495,7 @@ class ClipText(nn.Module):
         project: Projection of the last token's hidden state to the embedding.
     """
 
-    def __init__(self, tower: Any, project: nn.Linear) -> None:
+    def __init__(self, tower: CLIPTextModel, project: nn.Linear) -> None:
         super().__init__()
         self.tower = tower
         self.project = project
@@ -513,7 +522,7 @@ class SiglipText(nn.Module):
             `pad_token_id` the padding token.
     """
 
-    def __init__(self, tower: Any, config: Any) -> None:
+    def __init__(self, tower: SiglipTextModel, config: PreTrainedConfig) -> None:
         super().__init__()
         self.tower = tower
         self.length: int = config.max_position_embeddings

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Any
 
 import bitsandbytes as bnb
 import torch
@@ -37,7 +36,9 @@ class FourBitLinear(bnb.nn.Linear4bit):
         output: Tensor = super().forward(x)
         return output
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
+    ) -> None:
         # Without the scales, because checkpoints have no frozen weights.
         nn.Linear._save_to_state_dict(self, destination, prefix, keep_vars)
 
@@ -51,8 +52,8 @@ def quantize_linear_layers(model: nn.Module, kept: Set[int]) -> None:
     """
     for name, layer in list(model.named_modules()):
         # nn.MultiheadAttention does not call its output layer.
-        is_called = not isinstance(layer, NonDynamicallyQuantizableLinear)
-        is_kept = {id(layer), id(getattr(layer, "weight", None))} & kept
-        if isinstance(layer, nn.Linear) and is_called and not is_kept:
+        if isinstance(layer, NonDynamicallyQuantizableLinear):
+            continue
+        if isinstance(layer, nn.Linear) and not {id(layer), id(layer.weight)} & kept:
             layer.requires_grad_(False)
             model.set_submodule(name, FourBitLinear(layer))

@@ -26,6 +26,8 @@ from mmray.plugins import check_installed
 from mmray.storage.requests import iter_parallel
 
 if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
+
     from mmray.config import Lora
     from mmray.config import Model as ModelConfig
 
@@ -95,7 +97,7 @@ class FrozenBase(NamedTuple):
 
 def starts_from_files(spec: ModelConfig) -> bool:
     """Return whether all weights that a run started with are in the files of `model.weights`."""
-    weights: str = getattr(spec, "weights", "none")
+    weights = spec.initial_weights
     return weights != "none" and (spec.kind != "vlm" or has_weights(weights))
 
 
@@ -198,11 +200,9 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
     layers = _matching_layers(
         "targets", lora.targets, [name for name in linear if name in language]
     )
-    # Exports of earlier versions have no such setting.
-    patterns = getattr(lora, "encoder_targets", ())
     in_encoders = [name for name in linear if any(name in names for names in inside.values())]
-    layers += _matching_layers("encoder_targets", patterns, in_encoders)
-    if getattr(lora, "load_in_4bit", False):
+    layers += _matching_layers("encoder_targets", lora.encoder_targets, in_encoders)
+    if lora.load_in_4bit:
         check_installed("bitsandbytes", "model.lora.load_in_4bit", "bitsandbytes")
         from mmray.models.four_bits import quantize_linear_layers
 
@@ -228,17 +228,23 @@ def _matching_layers(setting: str, patterns: Sequence[str], names: list[str]) ->
     return layers
 
 
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
+    """Yield the layers of a model that have adapters, with their names."""
+    for name, layer in model.named_modules():
+        if hasattr(layer, "lora_A"):
+            yield name, layer
+
+
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
     """Scope in which the layers of a model compute without their adapters."""
     # `enable_adapters` of peft would also change `requires_grad`.
-    layers: list[Any] = [each for each in model.modules() if hasattr(each, "lora_A")]
-    for layer in layers:
+    for _, layer in adapted_layers(model):
         layer._disable_adapters = True
     try:
         yield
     finally:
-        for layer in layers:
+        for _, layer in adapted_layers(model):
             layer._disable_adapters = False
 
 
@@ -361,10 +367,7 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     Returns:
         The same model.
     """
-    for name, layer in [
-        (name, layer) for name, layer in model.named_modules() if hasattr(layer, "lora_A")
-    ]:
-        adapted: Any = layer
-        adapted.merge(safe_merge=True)
-        model.set_submodule(name, adapted.get_base_layer())
+    for name, layer in list(adapted_layers(model)):
+        layer.merge(safe_merge=True)
+        model.set_submodule(name, layer.get_base_layer())
     return model

@@ -383,7 +383,7 @@ def _num_heads(part: str, width: int, given: dict[str, Any] | None) -> int:
 
 
 def _activation(
-    state: dict[str, Tensor], spec: Any, config: dict[str, Any], model: dict[str, Any]
+    state: dict[str, Tensor], spec: ClipFamily, config: dict[str, Any], model: dict[str, Any]
 ) -> str:
     """The activation of a checkpoint.
 
@@ -395,7 +395,7 @@ def _activation(
     if all(name in state for name in _OPENAI_ENTRIES):
         stored = "quick_gelu"
     check_activation(spec, stored)
-    activation = stored or spec.activation
+    activation = stored or spec.declared_activation
     if activation is None:
         raise UsageError(
             f"model.activation: {spec.weights} does not define it, and no open_clip_config.json is "
@@ -415,7 +415,7 @@ def check_activation(spec: ClipFamily, stored: str | None) -> None:
     Raises:
         UsageError: Both are known and differ.
     """
-    setting = getattr(spec, "activation", None)
+    setting = spec.declared_activation
     if stored is not None and setting not in (None, stored):
         raise UsageError(
             f"model.activation: {spec.weights} was trained with {stored}, not "

@@ -113,7 +113,7 @@ class PatchEmbeddings(NormalizePixels):
 
     def __init__(self, embeddings: Any, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         super().__init__(mean, std)
-        self.register_parameter("class_embedding", getattr(embeddings, "class_embedding", None))
+        self.register_parameter("class_embedding", embeddings._parameters.get("class_embedding"))
         self.patch_embedding = embeddings.patch_embedding
         self.position_embedding = embeddings.position_embedding
 

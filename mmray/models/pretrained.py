@@ -113,7 +113,7 @@ def _hf_settings(weights: str) -> dict[str, Any]:
         positions = config.get_text_config().max_position_embeddings
         return {"kind": "vlm", "inputs": {"max_tokens": min(4096, positions)}}
     kind = kinds[config.model_type]
-    if hasattr(config, EXPORT_MARKER):
+    if EXPORT_MARKER in config.to_dict():
         given = config.model["inputs"]
         inputs = {name: given[name] for name in given if given[name] or name not in REMOVED_INPUTS}
     else:

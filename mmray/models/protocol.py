@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 from torch import Tensor, nn
 
@@ -210,7 +210,29 @@ def saved_layers(architecture: Mapping[str, Any] | None) -> WeightSource:
     return WeightSource(pretrained=False, saved=architecture or {})
 
 
+class ImageTextModel(Model):
+    """Interface of a model that evaluation can score, also of a module of the user's own."""
+
+    def embed_image(self, image: Tensor) -> Tensor:
+        """Return the L2-normalized embeddings [B, D] of images, pixels uint8 [B, 3, S, S]."""
+        raise NotImplementedError
+
+    def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return the L2-normalized embeddings [B, D] of captions."""
+        raise NotImplementedError
+
+
 EMBEDDING_METHODS = ("embed_image", "embed_text")
+
+
+def missing_methods(module: nn.Module) -> list[str]:
+    """Return which of EMBEDDING_METHODS a module lacks."""
+    return [name for name in EMBEDDING_METHODS if not callable(getattr(module, name, None))]
+
+
+def can_embed(module: nn.Module) -> TypeGuard[ImageTextModel]:
+    """Return whether a module has the methods of an ImageTextModel."""
+    return not missing_methods(module)
 
 
 def find_blocks(module: nn.Module) -> Iterable[nn.Module]:

@@ -104,7 +104,6 @@ class TwoTower(DualEncoder):
 
 def tower_configs(towers: dict[str, nn.Module]) -> dict[str, Any]:
     """Return the transformers configs of encoders that wrap a model of transformers as `net`."""
-    configs = {
-        name: getattr(getattr(tower, "net", None), "config", None) for name, tower in towers.items()
-    }
+    nets = {name: dict(tower.named_children()).get("net") for name, tower in towers.items()}
+    configs = {name: vars(net).get("config") for name, net in nets.items() if net is not None}
     return {name: config.to_dict() for name, config in configs.items() if config is not None}

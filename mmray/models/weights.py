@@ -21,6 +21,9 @@ from mmray.models.protocol import WeightSource
 from mmray.plugins import check_installed
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
     from mmray.config.model_kinds import Transformer
 
 WEIGHTS_SETTING = "model.weights"
@@ -161,7 +164,7 @@ def load_state(net: nn.Module, state: dict[str, Tensor], problem: str) -> None:
         raise UsageError(f"{problem}: {'; '.join(details)}") from None
 
 
-def load_local_or_hub(setting: str, name: str, read: Callable[..., Any], **options: Any) -> Any:
+def load_local_or_hub(setting: str, name: str, read: Callable[..., Any], **options: object) -> Any:
     """Read a config, tokenizer or model of transformers from a folder, the hub cache, or the
     Hugging Face hub, in this order.
 
@@ -234,7 +237,7 @@ def load_config(setting: str, name: str, supported: Collection[str] | None = Non
     return config
 
 
-def set_dropout(config: Any, dropout: float) -> None:
+def set_dropout(config: PreTrainedConfig, dropout: float) -> None:
     """Set the dropout of hidden states and attention in a config of transformers that has it."""
     for name in _DROPOUTS:
         if hasattr(config, name):
@@ -266,7 +269,13 @@ def encoder_config(
     return load_config(setting, name, supported)
 
 
-def load_pretrained(setting: str, name: str, model_class: Any, config: Any, **options: Any) -> Any:
+def load_pretrained(
+    setting: str,
+    name: str,
+    model_class: type[PreTrainedModel | _BaseAutoModelClass],
+    config: PreTrainedConfig,
+    **options: object,
+) -> Any:
     """Load a saved model of transformers in evaluation mode, in float32 unless `options` has a
     `dtype`.
 
@@ -296,7 +305,7 @@ def load_pretrained(setting: str, name: str, model_class: Any, config: Any, **op
     return net
 
 
-def build_hf_encoder(setting: str, name: str | None, config: Any) -> Any:
+def build_hf_encoder(setting: str, name: str | None, config: PreTrainedConfig) -> Any:
     """Build an encoder of transformers without a pooler, with the weights in a folder or on the
     hub; None: random ones.
     """

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.error import URLError
 
 import torch
@@ -27,8 +27,11 @@ from mmray.models.weights import (
 )
 
 if TYPE_CHECKING:
+    from torchvision.models import WeightsEnum
+
     from mmray.config import ImageTower
 
+M = TypeVar("M", bound=nn.Module)
 WEIGHTS_SETTING = "model.image.weights"
 # Layers before the blocks, and those with the blocks, by package and class of the network.
 RESNET_LAYERS = {
@@ -61,10 +64,10 @@ def build_image_tower(
     Raises:
         UsageError: The tower does not exist, or its weights cannot be read or do not fit.
     """
-    net: Any
+    net: nn.Module
+    tower: ImageEncoder
     if spec.name == "convnet":
-        tower: ImageEncoder = ConvNet(spec.width, spec.depth)
-        net = tower
+        net = tower = ConvNet(spec.width, spec.depth)
     else:
         if spec.name in ("transformers", "vit"):
             net, width, prefix = _hf_network(spec, image_side, source)
@@ -130,7 +133,7 @@ class ImageEncoder(nn.Module, ABC):
     @torch.no_grad()
     def num_positions(self, image_side: int) -> int:
         """Return the number N of positions of the features of an image."""
-        on_meta: Any = _copy_to_meta(self)
+        on_meta = _copy_to_meta(self)
         pixels = torch.zeros(1, 3, image_side, image_side, device="meta")
         return int(on_meta.features(pixels).shape[1])
 
@@ -147,7 +150,7 @@ class Backbone(ImageEncoder):
         frozen: BatchNorm always uses its running statistics; its scale and shift are still trained.
     """
 
-    def __init__(self, net: Any, width: int, prefix_tokens: int, frozen: bool) -> None:
+    def __init__(self, net: nn.Module, width: int, prefix_tokens: int, frozen: bool) -> None:
         super().__init__()
         self.net = net
         # the whole network, unless it is a ResNet
@@ -165,7 +168,7 @@ class Backbone(ImageEncoder):
         return self._apply_layers(self.first_layers, pixels)
 
     def encode(self, hidden: Tensor) -> Tensor:
-        out: Any = self._apply_layers(self.layers, hidden)
+        out = self._apply_layers(self.layers, hidden)
         hidden = out if isinstance(out, Tensor) else out.last_hidden_state
         if hidden.ndim == 4 and hidden.shape[1] != self.width:  # [B, H, H, width]: timm's Swin
             return hidden.flatten(1, 2)
@@ -194,7 +197,7 @@ def _hf_network(spec: ImageTower, image_side: int, source: WeightSource) -> tupl
 
     weights = None
     if spec.name == "vit" and "image" not in source.saved:
-        sizes: Any = {"image_size": image_side, "patch_size": spec.patch}
+        sizes: dict[str, Any] = {"image_size": image_side, "patch_size": spec.patch}
         config = ViTConfig(**transformer_config(spec), **sizes, layer_norm_eps=1e-6)
     else:
         config = encoder_config("image", WEIGHTS_SETTING, spec.weights, HF_IMAGE_TYPES, source)
@@ -224,7 +227,7 @@ def _hf_network(spec: ImageTower, image_side: int, source: WeightSource) -> tupl
     return net, config.hidden_size, 1
 
 
-def _freeze_unused(net: Any, image_side: int) -> None:
+def _freeze_unused(net: nn.Module, image_side: int) -> None:
     """Freeze the weights that the features do not depend on, such as those of a head: they would
     get no gradient.
 
@@ -242,7 +245,7 @@ def _freeze_unused(net: Any, image_side: int) -> None:
             weight.requires_grad_(False)
 
 
-def _copy_to_meta(module: nn.Module) -> nn.Module:
+def _copy_to_meta(module: M) -> M:
     """Return a copy of a module in evaluation mode on the meta device, which takes no memory."""
     weights = {id(each): nn.Parameter(each.detach().to("meta")) for each in module.parameters()}
     buffers = {id(each): each.to("meta") for each in module.buffers()}
@@ -253,12 +256,13 @@ def _resnet(spec: ImageTower, source: WeightSource) -> tuple[Any, int, int]:
     """A torchvision ResNet (He et al. 2016) without its head; `pretrained` weights or none."""
     from torchvision.models import get_model, get_model_weights
 
-    weights: Any = None
+    weights: WeightsEnum | None = None
     if source.pretrained and spec.weights == "pretrained":
         weights = get_model_weights(spec.name).DEFAULT
     try:
         net = get_model(spec.name, weights=weights, progress=False)
     except (URLError, TimeoutError, ConnectionError) as error:
+        assert weights is not None
         raise UsageError(
             f"{WEIGHTS_SETTING}: cannot download the pretrained weights of {spec.name} ({error}). "
             f"Download {weights.url} on a machine with a network and set model.image.weights to "

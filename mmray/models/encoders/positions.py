@@ -44,10 +44,10 @@ def resize_vision_model(model: Any, side: int, weights: str) -> str | None:
         )
     grid = side // patch
     embeddings = model.embeddings
-    if hasattr(embeddings, "position_embedding"):  # CLIP, SigLIP
+    if config.model_type != "vit":  # CLIP, SigLIP
         positions = image_positions(embeddings.position_embedding.weight, grid)
         embeddings.position_embedding = _embedding(positions)
-    else:  # ViT
+    else:
         positions = image_positions(embeddings.position_embeddings[0], grid)
         embeddings.position_embeddings = nn.Parameter(positions[None])
         embeddings.image_size = (side, side)

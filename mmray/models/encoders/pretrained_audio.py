@@ -21,6 +21,16 @@ from mmray.models.protocol import WeightSource
 from mmray.models.weights import encoder_config, freeze_batch_norms, load_pretrained, set_dropout
 
 if TYPE_CHECKING:
+    import numpy as np
+    from transformers import (
+        ClapAudioConfig,
+        ClapConfig,
+        ClapFeatureExtractor,
+        PreTrainedModel,
+        WhisperConfig,
+        WhisperFeatureExtractor,
+    )
+
     from mmray.config.model_kinds import AudioTower, ClipInputs
 
 WEIGHTS_SETTING = "model.audio.weights"
@@ -54,7 +64,13 @@ class PretrainedAudio(nn.Module, ABC):
     filters: Tensor
 
     def __init__(
-        self, net: Any, width: int, extractor: Any, window: int, filters: Any, max_samples: int
+        self,
+        net: PreTrainedModel,
+        width: int,
+        extractor: WhisperFeatureExtractor | ClapFeatureExtractor,
+        window: int,
+        filters: np.ndarray,
+        max_samples: int,
     ) -> None:
         super().__init__()
         self.net = net
@@ -103,7 +119,7 @@ class WhisperAudio(PretrainedAudio):
         weights: Folder or hub name of the weights; None: random weights.
     """
 
-    def __init__(self, config: Any, weights: str | None) -> None:
+    def __init__(self, config: WhisperConfig, weights: str | None) -> None:
         from transformers import AutoModel, WhisperFeatureExtractor
         from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
@@ -141,10 +157,10 @@ class ClapAudio(PretrainedAudio):
         UsageError: The config is of a CLAP model that fuses parts of long clips (`enable_fusion`).
     """
 
-    def __init__(self, config: Any, weights: str | None) -> None:
+    def __init__(self, config: ClapConfig | ClapAudioConfig, weights: str | None) -> None:
         from transformers import ClapAudioModel, ClapFeatureExtractor, ClapModel
 
-        audio = getattr(config, "audio_config", config)
+        audio = _audio_config(config)
         if audio.enable_fusion:
             raise UsageError(
                 f"{WEIGHTS_SETTING}: {weights} fuses parts of long clips, which is not supported; "
@@ -179,6 +195,12 @@ class ClapAudio(PretrainedAudio):
         return features[:, None], (num_samples > 0).long()[:, None]
 
 
+def _audio_config(config: WhisperConfig | ClapConfig | ClapAudioConfig) -> Any:
+    from transformers import ClapConfig
+
+    return config.audio_config if isinstance(config, ClapConfig) else config
+
+
 def build_pretrained_audio(
     spec: AudioTower, inputs: ClipInputs, source: WeightSource
 ) -> PretrainedAudio:
@@ -198,7 +220,7 @@ def build_pretrained_audio(
             `audio_rate`, or they take less than `clip_s` seconds.
     """
     config = encoder_config("audio", WEIGHTS_SETTING, spec.weights, HF_AUDIO_TYPES, source)
-    set_dropout(getattr(config, "audio_config", config), spec.dropout)
+    set_dropout(_audio_config(config), spec.dropout)
     weights = spec.weights if source.pretrained else None
     encoder_class = WhisperAudio if config.model_type == "whisper" else ClapAudio
     tower = encoder_class(config, weights)

@@ -24,6 +24,8 @@ from mmray.models.weights import (
 )
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from mmray.config import TextTower
 
 WEIGHTS_SETTING = "model.text.weights"
@@ -61,7 +63,7 @@ def build_text_tower(
     else:
         from transformers import BertConfig
 
-        sizes: Any = {"vocab_size": vocab_size, "max_position_embeddings": max_tokens}
+        sizes: dict[str, Any] = {"vocab_size": vocab_size, "max_position_embeddings": max_tokens}
         config = BertConfig(**transformer_config(spec), **sizes, type_vocab_size=1)
     if "text" not in source.saved:
         set_dropout(config, spec.dropout)
@@ -90,7 +92,7 @@ class HfTextTower(nn.Module):
             `attention_mask`, returns an output with `last_hidden_state` [B, T, width].
     """
 
-    def __init__(self, net: Any) -> None:
+    def __init__(self, net: PreTrainedModel) -> None:
         super().__init__()
         self.net = net
         self.width = net.config.hidden_size

@@ -98,7 +98,8 @@ class ClipEmbedder(Embedder):
             try:
                 clips.set_row(columns, index, _read_clip(file, span, kind), None)
             except (OSError, BadImage) as error:
-                if kind is None or getattr(error, "reason", None) != f"no-{kind}":
+                is_absent = isinstance(error, BadImage) and error.reason == f"no-{kind}"
+                if kind is None or not is_absent:
                     raise unreadable("file", start + index, file, error) from error
             if kind is not None and not columns[_LENGTHS[kind]][index]:
                 name = "" if isinstance(file, bytes) else f" ({file})"

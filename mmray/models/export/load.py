@@ -14,14 +14,15 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmray.data.images.decode import MAX_PIXELS, decode
 from mmray.data.images.transform import transform
+from mmray.data.media.clips import has_clips
 from mmray.data.rows import BadRow
 from mmray.data.stream.collate import Batch, token_columns
 from mmray.data.text.tokenizer import TextEncoder, clean_caption
-from mmray.errors import DataError, UsageError
+from mmray.errors import DataError, UsageError, os_reason
 from mmray.models import lora
 from mmray.models.build import build
 from mmray.models.caption_decoder import DECODER_FILE
@@ -75,13 +76,13 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
         encoder = TextEncoder(tokenizer_json, spec.inputs.max_tokens)
     except Exception as error:  # the tokenizers package raises bare Exception
         raise UsageError(
-            f"{path} is not a model exported by `mmray export RUN {path}`: {reason_of(error)}"
+            f"{path} is not a model exported by `mmray export RUN {path}`: {os_reason(error)}"
         ) from error
     model = build(spec, spec.vocab_size or encoder.vocab_size, saved_layers(config["architecture"]))
     in_hf_names = is_open_clip or "model_type" in config
     model.load_state_dict(from_hf_state(model, weights) if in_hf_names else weights)
-    wrapper: Any = Embedder
-    if getattr(spec.inputs, "clip_s", 0):
+    wrapper = Embedder
+    if has_clips(spec.inputs):
         from mmray.models.export.clips import ClipEmbedder
 
         wrapper = ClipEmbedder
@@ -171,8 +172,9 @@ class Embedder:
         head = self._require_head("class_head", "model.classes")
         return self._pair_logits(head, images, texts, batch).softmax(dim=1)
 
-    def _require_head(self, name: str, setting: str) -> Any:
-        if (head := getattr(self.model, name, None)) is None:
+    def _require_head(self, name: str, setting: str) -> nn.Module:
+        head = dict(self.model.named_children()).get(name)
+        if head is None:
             raise UsageError(
                 f"this model has no {name}; train one of kind `towers` with {setting}, for images "
                 "with the recipe fusion"
@@ -180,7 +182,7 @@ class Embedder:
         return head
 
     def _pair_logits(
-        self, head: Any, images: Sequence[ImageInput], texts: Sequence[str], batch: int
+        self, head: nn.Module, images: Sequence[ImageInput], texts: Sequence[str], batch: int
     ) -> Tensor:
         if len(images) != len(texts):
             raise UsageError(
@@ -263,9 +265,4 @@ def decode_image(index: int, image: ImageInput) -> np.ndarray:
 def unreadable(kind: str, index: int, medium: ImageInput, error: Exception) -> DataError:
     """Return the error of a medium that cannot be decoded: its index, its path, and the reason."""
     name = f" ({medium})" if isinstance(medium, str | Path) else ""
-    return DataError(f"{kind} {index}{name}: {reason_of(error)}")
-
-
-def reason_of(error: Exception) -> str:
-    """Return the text of an error without the path that the text of an OSError repeats."""
-    return str(getattr(error, "strerror", None) or error)
+    return DataError(f"{kind} {index}{name}: {os_reason(error)}")

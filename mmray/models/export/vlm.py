@@ -76,7 +76,7 @@ Its class has a fixed limit for videos. With videos, pass that of training too:
 
 
 def export_vlm(
-    model: Any,
+    model: Vlm,
     spec: dict[str, Any],
     out: str | AnyPath,
     adapters_only: bool = False,
@@ -155,10 +155,9 @@ class Conversations:
             UsageError: The media do not match the parts.
             DataError: A file cannot be read; the message has its index in its conversation.
         """
+        conversations: Sequence[Any] = messages
         if messages and isinstance(messages[0], dict):
-            one: Any = messages
-            return self.answer([one], [images], max_new_tokens)[0]
-        conversations: Any = messages
+            return self.answer([conversations], [images], max_new_tokens)[0]
         if not images:
             images = [()] * len(conversations)
         answers: list[str] = []
@@ -233,7 +232,7 @@ def read_spec(folder: AnyPath) -> Any:
     return as_section(values)
 
 
-def as_section(values: Any) -> Any:
+def as_section(values: object) -> Any:
     """Return the `model` section of an export, JSON values, as an object with attributes."""
     return json.loads(json.dumps(values), object_hook=lambda each: SimpleNamespace(**each))
 
@@ -265,6 +264,9 @@ def load_vlm(folder: AnyPath, spec: Any, device: torch.device) -> Conversations:
             spec.weights = str(folder)
         model = Vlm(spec)
         if has_adapters_only:
+            # Exports of earlier versions have fewer settings.
+            added = {"encoder_targets": (), "load_in_4bit": False}
+            spec.lora = SimpleNamespace(**added | vars(spec.lora))
             lora.add_adapters(model, spec.lora)
             lora.load_adapters(model.net, load_file(folder / lora.ADAPTERS))
     return Conversations(model.to(device).eval())

@@ -8,12 +8,21 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mmray.errors import UsageError
 from mmray.models.weights import load_config, load_local_or_hub, load_pretrained
+
+if TYPE_CHECKING:
+    from transformers import (
+        BaseImageProcessor,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        ProcessorMixin,
+    )
 
 # Values of `model_type` of image encoders, alone or in a model with a text encoder.
 ENCODER_TYPES = ("clip", "clip_vision_model", "siglip", "siglip_vision_model")
@@ -108,7 +117,9 @@ def _only_errors() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _join(encoder: Any, text_model: Any, image_token_id: int, language: str) -> Any:
+def _join(
+    encoder: PreTrainedModel, text_model: Any, image_token_id: int, language: str
+) -> PreTrainedModel:
     """Return a LLaVA with the modules of its parts, and a new projector."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
@@ -143,7 +154,11 @@ def _join(encoder: Any, text_model: Any, image_token_id: int, language: str) -> 
     return net
 
 
-def _make_processor(vision: Any, image_processor: Any, tokenizer: Any) -> Any:
+def _make_processor(
+    vision: PreTrainedConfig,
+    image_processor: BaseImageProcessor,
+    tokenizer: PreTrainedTokenizerBase,
+) -> ProcessorMixin:
     from transformers import LlavaProcessor
 
     own = tokenizer.get_chat_template() if tokenizer.chat_template else _PLAIN_TEMPLATE
@@ -157,5 +172,5 @@ def _make_processor(vision: Any, image_processor: Any, tokenizer: Any) -> Any:
     )
 
 
-def _has_class_token(vision: Any) -> bool:
+def _has_class_token(vision: PreTrainedConfig) -> bool:
     return bool(vision.model_type == "clip_vision_model")  # SigLIP has none

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface
 
 # Values of `_attn_implementation`. The vision encoders of Qwen pass the boundaries of all images at
@@ -25,7 +25,7 @@ VARLEN_GROUPS_HEADS = torch.__version__ >= "2.12"
 
 
 def packed_attention(
-    module: Any,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -35,7 +35,7 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool = True,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """Attention within each row of a packed sequence; causal unless `is_causal` is False.
 
@@ -70,7 +70,7 @@ def packed_attention(
         if is_supported and query.dtype in HALF and not dropout:
             from torch.nn.attention.varlen import varlen_attn
 
-            options: Any = {"enable_gqa": grouped} if VARLEN_GROUPS_HEADS else {}
+            options: dict[str, Any] = {"enable_gqa": grouped} if VARLEN_GROUPS_HEADS else {}
             if grouped and not options:
                 size = query.shape[1] // key.shape[1]
                 key = key.repeat_interleave(size, dim=1)

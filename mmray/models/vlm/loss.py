@@ -62,7 +62,7 @@ def chunked_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor
     chunk = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
     # A chunk of no targets keeps the graph of the model.
     parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
-    options: Any = {"use_reentrant": False, "preserve_rng_state": False}
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     return torch.cat(
         [checkpoint(_log_probs, states, weight, ids, dtype, **options) for states, ids in parts]
     )

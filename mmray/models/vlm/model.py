@@ -47,11 +47,6 @@ from mmray.models.protocol import (
 )
 from mmray.models.vlm.attention import PACKED_ATTENTION, PACKED_VISION_ATTENTION
 from mmray.models.vlm.loss import chunked_cross_entropy, chunked_log_probs
-from mmray.models.vlm.self_check import (
-    check_general_model,
-    differs_if_packed,
-    find_unused_parameters,
-)
 from mmray.models.weights import load_config, load_pretrained
 
 if TYPE_CHECKING:
@@ -133,10 +128,10 @@ class Vlm(Model):
         self.packed = is_packable(self.net.config.to_dict(), self.family)
         # Of pixels 0 to 255; settings, not weights. Empty without images or videos.
         for prefix, part in (("", "image_processor"), ("video_", "video_processor")):
-            settings = getattr(self.encoder.processor, part, None)
-            scale = 1 / getattr(settings, "rescale_factor", 1)
+            settings = self.encoder.media_settings(part)
+            scale = 1 / settings.get("rescale_factor", 1)
             for name in ("mean", "std"):
-                given = getattr(settings, f"image_{name}", None) or []
+                given = settings.get(f"image_{name}") or []
                 values = torch.tensor(given, dtype=torch.float64)
                 self.register_buffer(prefix + name, scale * values, persistent=False)
         head = self.net.get_output_embeddings()
@@ -145,6 +140,8 @@ class Vlm(Model):
                 f"{WEIGHTS_SETTING}: {spec.weights} has no output layer, or one with a bias, which "
                 "is not supported"
             )
+        from mmray.models.vlm.self_check import check_general_model, find_unused_parameters
+
         if "unused" in source.saved:
             self.unused: list[str] = source.saved["unused"]
         else:
@@ -349,6 +346,8 @@ class Vlm(Model):
         """Return whether packed rows have another loss or other gradients than separate rows; it
         resets gradients to None.
         """
+        from mmray.models.vlm.self_check import differs_if_packed
+
         return differs_if_packed(self)
 
     def branches(self) -> dict[str, nn.Module]:

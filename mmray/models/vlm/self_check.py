@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,13 +19,16 @@ from mmray.data.stream.collate import Batch
 from mmray.data.vlm.encoder import CHECK_SIDE, EncodedRow
 from mmray.data.vlm.families import CHECK_ERRORS, refusal
 
+if TYPE_CHECKING:
+    from mmray.models.vlm.model import Vlm
+
 # Relative differences of losses and gradients in float32, and how much larger they may be under
 # autocast. A row that attends to another one differs by more.
 TOLERANCE = 1e-3
 HALF_PRECISION_FACTOR = 50
 
 
-def check_general_model(model: Any) -> None:
+def check_general_model(model: Vlm) -> None:
     """Compare a batch of three padded rows, two with images of different shapes, with a plain
     forward of each row; and check that the image encoder gets a gradient.
 
@@ -54,7 +57,7 @@ def check_general_model(model: Any) -> None:
         model.train(was_training)
 
 
-def _plain_losses(model: Any) -> tuple[list[EncodedRow], float]:
+def _plain_losses(model: Vlm) -> tuple[list[EncodedRow], float]:
     """Return three encoded rows, all of whose tokens are targets, and the sum of their losses as
     the model and the processor of transformers compute them.
     """
@@ -77,7 +80,7 @@ def _plain_losses(model: Any) -> tuple[list[EncodedRow], float]:
 
 
 def _plain_loss(
-    model: Any, turns: list[Message], media: list[Image.Image], row: EncodedRow
+    model: Vlm, turns: list[Message], media: list[Image.Image], row: EncodedRow
 ) -> float:
     """Return the sum of the losses of the tokens of a prompt, but the first one."""
     processor = model.encoder.processor
@@ -94,7 +97,7 @@ def _plain_loss(
     return F.cross_entropy(logits[:-1], ids[0, 1:], reduction="sum").item()
 
 
-def differs_if_packed(model: Any) -> bool:
+def differs_if_packed(model: Vlm) -> bool:
     """Return whether packed rows have another loss or other gradients than separate rows.
 
     This tests the model with three short rows, two of them with an image. It computes gradients and
@@ -121,7 +124,7 @@ def differs_if_packed(model: Any) -> bool:
     return loss_differs or bool(distance > tolerance * torch.linalg.vector_norm(norms))
 
 
-def _try_backward(model: Any, batches: Sequence[Batch]) -> tuple[float, Tensor]:
+def _try_backward(model: Vlm, batches: Sequence[Batch]) -> tuple[float, Tensor]:
     """Return the loss of batches, and the norm of the gradient of each parameter."""
     total = 0.0
     for batch in batches:
@@ -137,11 +140,11 @@ def _try_backward(model: Any, batches: Sequence[Batch]) -> tuple[float, Tensor]:
 
 
 def _local_norm(gradient: Tensor) -> Tensor:
-    local: Any = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     return torch.linalg.vector_norm(local.float())
 
 
-def find_unused_parameters(model: Any) -> list[str]:
+def find_unused_parameters(model: Vlm) -> list[str]:
     """Return the weights that never get a gradient, such as pooling heads.
 
     DDP waits for the gradient of each weight, so they have to be frozen. The names are those of
