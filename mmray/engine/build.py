@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmray.builtin import KINDS
 from mmray.data.stream.order import SamplePlan
-from mmray.data.vlm.reader import ReferenceLogProbs
+from mmray.data.vlm.reader import ConversationReader, ReferenceLogProbs
 from mmray.engine import precision
 from mmray.engine.checkpoint import files
 from mmray.engine.collectives import Group
@@ -38,6 +38,7 @@ from mmray.storage.paths import AnyPath
 
 if TYPE_CHECKING:
     from mmray.config import Config
+    from mmray.models.vlm.model import Vlm
 
 
 def build_for_device(
@@ -57,8 +58,7 @@ def build_for_device(
     model = build_model(config, group, source)
     base = None
     if reads_weights and lora.leaves_out_base(config.model):
-        settings: Any = config.model
-        base = _frozen_base(model, settings.weights, group, saved_base)
+        base = _frozen_base(model, config.model.initial_weights, group, saved_base)
     for note in model.build_notes:
         driver.notify("model", note)
     if config.train.compile == "auto" and config.model.lora.load_in_4bit:
@@ -95,12 +95,17 @@ def _frozen_base(
     return FrozenBase(weights, group.call_on_rank0(checked_hash), lora.frozen_names(model))
 
 
-def _set_reference(model: Any, references: ReferenceLogProbs, is_start: bool, group: Group) -> None:
+def _set_reference(
+    model: nn.Module, references: ReferenceLogProbs, is_start: bool, group: Group
+) -> None:
     """Set that a model trains on pairs of answers, and check that it starts as the reference model
     that wrote their log-probabilities. A collective call.
 
     Raises UsageError on every rank.
     """
+    from mmray.models.vlm.model import Vlm
+
+    assert isinstance(model, Vlm)
     model.pairs = True
     model.has_reference = references.is_stored
     if model.has_reference and is_start:
@@ -113,20 +118,18 @@ def _set_reference(model: Any, references: ReferenceLogProbs, is_start: bool, gr
             )
 
 
-def check_packing(
-    precision_name: str, model: nn.Module, group: Group, driver: DriverHandle
-) -> None:
+def check_packing(precision_name: str, model: Vlm, group: Group, driver: DriverHandle) -> None:
     """Pad the rows of a model whose loss or gradients depend on the other rows of a sequence; a
     collective call of all ranks.
     """
-    vlm: Any = model.eval()  # dropout and scales of float8 depend on the other rows
-    if not vlm.packed:
+    model.eval()  # dropout and scales of float8 depend on the other rows
+    if not model.packed:
         driver.notify("packing", "rows are padded: those of this model cannot be packed")
         return
     with precision.select_precision(precision_name, group.device).autocast():
-        differs = vlm.differs_if_packed()
+        differs = model.differs_if_packed()
     if group.all_reduce_min(int(not differs)) == 0:
-        vlm.packed = False
+        model.packed = False
         driver.notify(
             "packing", "rows are padded: a packed row has another loss or gradient than alone"
         )
@@ -166,7 +169,8 @@ def prepare_model(
     """Apply the settings of `train` to a model; shard it if it will be, otherwise it is not wrapped
     yet. `is_start`: no checkpoint will be loaded.
     """
-    references = getattr(context.reader, "references", None)
+    reader = context.reader
+    references = reader.references if isinstance(reader, ConversationReader) else None
     if references is not None:
         _set_reference(model, references, is_start, group)
     config = context.config
@@ -199,7 +203,7 @@ def build_model(config: Config, group: Group, source: WeightSource) -> Model:
     spec = config.model
     sharded = strategy_class(config.train).shards_weights
     if not sharded or group.world_size == 1:
-        may_read_weights = source.pretrained and getattr(spec, "weights", "") != "none"
+        may_read_weights = source.pretrained and spec.initial_weights != "none"
         # A user's class may compute on the CPU with its weights.
         on_cpu = sharded or may_read_weights or spec.kind not in KINDS
         return build_on("cpu" if on_cpu else group.device, spec, spec.vocab_size, source)

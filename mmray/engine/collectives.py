@@ -187,11 +187,11 @@ class Group:
         if self.world_size > 1:
             dist.barrier()
 
-    def all_gather_objects(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, value: object) -> list[Any]:
         """Return every rank's value in rank order."""
         if self.world_size == 1:
             return [value]
-        values = [None] * self.world_size
+        values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
 
@@ -200,7 +200,7 @@ class Group:
         """Create a second gloo group of all ranks, for collectives of another thread."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
-    def broadcast_object(self, value: Any) -> Any:
+    def broadcast_object(self, value: object) -> Any:
         """Return rank 0's value, which must be picklable, on every rank; the values of other ranks
         are not used.
         """
@@ -237,7 +237,7 @@ def join_process_group(backend: str, timeout_s: float, ip: str = LOOPBACK, **whe
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **where)
 
 
-def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """Return True for a DTensor, which is split or copied over ranks."""
     return hasattr(tensor, "placements")
 

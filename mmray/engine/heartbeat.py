@@ -18,11 +18,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from traceback import FrameSummary
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from mmray.machine import HAS_MEMFD
 from mmray.storage.paths import AnyPath, open_for_upload
+
+if TYPE_CHECKING:
+    from torch._dynamo.callback import CompilationCallbackHandler
 
 INTERVAL_S = 1.0
 END_TIMEOUT_S = 2.0  # wait for a heartbeat that is being sent
@@ -118,7 +122,8 @@ class Heartbeat(HeartbeatState):
         self._step = 0
         self._frames: list[FrameSummary] = []
         self._compiling = False
-        self._compiler_callbacks: Any = None  # torch's handler, once this object is registered
+        # Where this object is registered, if it is.
+        self._compiler_callbacks: CompilationCallbackHandler | None = None
         self._ended = threading.Event()
 
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
@@ -195,11 +200,11 @@ class Heartbeat(HeartbeatState):
             handler.remove_start_callback(self._compilation_started)
             handler.remove_end_callback(self._compilation_ended)
 
-    def _compilation_started(self, _: Any) -> None:
+    def _compilation_started(self, _: object) -> None:
         self._compiling = True
         self.count_progress()
 
-    def _compilation_ended(self, _: Any) -> None:
+    def _compilation_ended(self, _: object) -> None:
         self._compiling = False
         self.count_progress()
 
@@ -230,10 +235,9 @@ def stack_of_thread(thread_id: int) -> list[FrameSummary]:
         empty if no scratch file can be created.
     """
     try:
-        in_memory = hasattr(os, "memfd_create")
         with (
             os.fdopen(os.memfd_create("mmray-heartbeat"), "w+b")
-            if in_memory
+            if HAS_MEMFD
             else tempfile.TemporaryFile() as file
         ):
             faulthandler.dump_traceback(file, all_threads=True)

@@ -35,6 +35,7 @@ from mmray.engine.precision import micro_seed
 from mmray.engine.prefetch import LocalBatch, Prefetcher
 from mmray.engine.run_state import (
     EMA_KEY,
+    HasMetrics,
     LoadCheckpointFn,
     LoopProgress,
     LoopResult,
@@ -233,7 +234,7 @@ class Trainer:
         local_sums = [*result.means.values(), *meter.token_counts, *by_source]
         local = meter.compute()
         for callback in spec.callbacks:
-            if hasattr(callback, "compute_metrics"):
+            if isinstance(callback, HasMetrics):
                 local |= callback.compute_metrics(step + 1)
         sums, reduced = reduce_over_ranks(spec.group, local_sums, local)
         means = dict(zip(result.means, sums, strict=False))

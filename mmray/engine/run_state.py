@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 from urllib.parse import quote
 
 import torch
@@ -49,7 +49,7 @@ class Callback(Protocol):
 
     Name your class as `package.module:Class` in `train.callbacks`. It implements `on_step(step,
     metrics)`: the number of the step from 1, and its logged metrics by name, or None if it was not
-    logged; and, if it has metrics of its own, `compute_metrics(step)`.
+    logged; and, if it has metrics of its own, `compute_metrics(step)` of HasMetrics.
     """
 
     def on_step(self, step: int, metrics: Metrics | None) -> None:
@@ -61,8 +61,13 @@ class Callback(Protocol):
                 (`mmray.engine.metrics.table` lists them); None if the step was not logged.
         """
 
+
+@runtime_checkable
+class HasMetrics(Protocol):
+    """A callback with metrics of its own."""
+
     def compute_metrics(self, step: int) -> dict[str, float]:
-        """Return further metrics for the line of a step that is logged. Optional.
+        """Return further metrics for the line of a step that is logged.
 
         Args:
             step: Number of the step, counted from 1.

@@ -28,6 +28,7 @@ from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.stream.collate import PixelMemory, iter_micro_batches
 from mmray.data.stream.order import ResumePoint, SamplePlan
 from mmray.data.stream.reader import Block
+from mmray.data.stream.stream import RankBlocks
 from mmray.data.vlm.collate import iter_row_batches
 from mmray.data.vlm.reader import ConversationReader
 from mmray.engine import loop, precision
@@ -135,12 +136,12 @@ def train_worker(
         log=log,
         callbacks=_callbacks(context, rank0_checkpoints, driver),
         stop=driver.stop_requested,
-        interrupt_stream=getattr(blocks, "interrupt", lambda: None),
+        interrupt_stream=blocks.interrupt if isinstance(blocks, RankBlocks) else lambda: None,
         group_by_length=config.batch.group_by_length,
         profile_path=profile_path,
         static_metrics=memory_table,
         heartbeat=driver.heartbeat,
-        sources=tuple(getattr(context.reader.prepared, "names", ())),
+        sources=tuple(context.reader.prepared.names),
     )
     with (
         _closing(log, checkpoints, driver.heartbeat),
@@ -173,6 +174,9 @@ def _dry_run(
         keep_freed_memory()  # after sharding, which frees most of rank 0's weights
     driver.stage("dry run" if config.train.compile == "none" else "compiling in a dry run")
     if not has_fixed_shapes:
+        from mmray.models.vlm.model import Vlm
+
+        assert isinstance(model, Vlm)
         check_packing(config.train.precision, model, group, driver)
     model.train()  # transformers reads weights into modules in evaluation mode
     batch_shape, memory_table = dry_run(config, model, objective, group, context.batch_shape, steps)
@@ -190,7 +194,7 @@ def _pinned_pixels(
     blocks: Iterable[Block], device: torch.device, driver: DriverHandle
 ) -> AbstractContextManager[None]:
     """Pin the memory with the pixels of the blocks while a GPU reads them there."""
-    pixels = getattr(blocks, "pixels", None)
+    pixels = blocks.pixels if isinstance(blocks, RankBlocks) else None
     if device.type != "cuda" or pixels is None:
         return nullcontext()
     return register_pinned(pixels, driver.notify)
@@ -239,9 +243,11 @@ def _micro_batches(
     config = context.config
     size = context.batch_shape.micro_batch_size
     if isinstance(context.reader, ConversationReader):
-        vlm: Any = model
+        from mmray.models.vlm.model import Vlm
+
+        assert isinstance(model, Vlm)
         return iter_row_batches(
-            rows, start.plan, start.step, group.rank, size, vlm.collator(vlm.pairs)
+            rows, start.plan, start.step, group.rank, size, model.collator(model.pairs)
         )
     eager = config.train.compile == "none" and group.device.type == "cpu"
     return iter_micro_batches(

@@ -108,7 +108,7 @@ class ProgressReporter:
             self.report(metrics)
 
 
-def result_fields(metrics: dict[str, Any], **outcome: Any) -> dict[str, Any]:
+def result_fields(metrics: dict[str, Any], **outcome: object) -> dict[str, Any]:
     """Return the fields of result.json."""
     prefix = "evaluate/"
     scores = {

@@ -50,8 +50,8 @@ class Group(Protocol):
     @property
     def device(self) -> torch.device: ...
     def all_gather_variable(self, rows: Tensor) -> Tensor: ...
-    def all_gather_objects(self, value: Any) -> list[Any]: ...
-    def broadcast_object(self, value: Any) -> Any: ...
+    def all_gather_objects(self, value: object) -> list[Any]: ...
+    def broadcast_object(self, value: object) -> Any: ...
 
 
 class EvalReader:
@@ -94,7 +94,7 @@ class EvalReader:
         }
 
     def add_own_metrics(
-        self, metrics: dict[str, float], group: Group, *inputs: Any
+        self, metrics: dict[str, float], group: Group, *inputs: object
     ) -> dict[str, float]:
         """Return metrics, and those of the functions that `evaluate.metrics` names; a collective
         call.

@@ -262,9 +262,9 @@ def check_evaluable(config: Config, model: nn.Module) -> None:
     Raises:
         UsageError: A method is missing.
     """
-    from mmray.models.protocol import EMBEDDING_METHODS
+    from mmray.models.protocol import missing_methods
 
-    missing = [name for name in EMBEDDING_METHODS if not callable(getattr(model, name, None))]
+    missing = missing_methods(model)
     if missing and not config.model.generates_text and not config.model.takes_clips:
         raise UsageError(
             f"model.kind: `{config.model.kind}` has no {' and no '.join(missing)}, which "

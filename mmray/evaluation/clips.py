@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import permutations
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from mmray.evaluation.retrieval import RetrievalItems, number_equal, rank_direct
 from mmray.models.protocol import class_scores
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.protocol import Objective
+
+if TYPE_CHECKING:
+    from mmray.config import ClipInputs
 
 
 class _Clip(NamedTuple):
@@ -40,6 +43,8 @@ class ClipEvaluator(EvalDataset):
     `score(model, group, objective, global_batch_size)` returns metrics by name, such as
     `recall_at_1/audio_to_text`.
     """
+
+    inputs: ClipInputs
 
     @torch.no_grad()
     def score(
@@ -79,8 +84,8 @@ class ClipEvaluator(EvalDataset):
         identity = gather_rows(identities, group)
         bad_rows = self.count_bad_rows(len(identity), group)
         metrics = hits.metrics(group)
-        inputs: Any = self.inputs
-        examples = RetrievalExamples(self.prepared, group.device, self.max_pixels, inputs.clip_s)
+        clip_s = self.inputs.clip_s
+        examples = RetrievalExamples(self.prepared, group.device, self.max_pixels, clip_s)
         present = {name: embed.any(dim=1) for name, embed in embeds.items()}
         for query, gallery in permutations(embeds, 2):
             clips = (present[query] & present[gallery]).nonzero().flatten()

@@ -33,6 +33,7 @@ from mmray.data.vlm.reader import ADAPTERS_OFF, ConversationReader, ReferenceLog
 from mmray.evaluation.answers import References, anls, exact_match, vqa_accuracy
 from mmray.evaluation.batches import EvalReader, Group, OnProgress, SaveExamples
 from mmray.evaluation.embeddings import eval_mode, in_lockstep, steps_in_lockstep
+from mmray.models.lora import adapted_layers
 from mmray.objectives.protocol import Objective
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ class ConversationEvaluator(EvalReader):
         self.pair_reader.encoder = model.encoder
         column = self.pair_reader.references.column
         if column == ADAPTERS_OFF:
-            is_known = any(hasattr(layer, "lora_A") for layer in model.modules())
+            is_known = any(adapted_layers(model))
         else:
             is_known = f"{column}_chosen" in self.prepared.manifest.columns
         if not is_known:

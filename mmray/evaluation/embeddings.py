@@ -17,7 +17,7 @@ from mmray.evaluation.batches import EvalDataset, Group
 from mmray.evaluation.captions import perplexity
 from mmray.evaluation.classification import HeadHits
 from mmray.evaluation.retrieval import RankedDirection, RetrievalItems, number_equal, rank_direction
-from mmray.models.protocol import Outputs, as_model, is_sharded
+from mmray.models.protocol import ImageTextModel, Outputs, as_model, is_sharded
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.protocol import Objective
 
@@ -72,7 +72,11 @@ class EmbeddingSet:
 
 @torch.no_grad()
 def embed_dataset(
-    model: Any, data: EvalDataset, group: Group, objective: Objective, with_texts: bool = True
+    model: ImageTextModel,
+    data: EvalDataset,
+    group: Group,
+    objective: Objective,
+    with_texts: bool = True,
 ) -> EmbeddingSet:
     """Embed the held-out rows of all ranks; a collective call.
 
@@ -170,7 +174,7 @@ def steps_in_lockstep(model: nn.Module, batches: Iterable[Any], group: Group) ->
 
 @torch.no_grad()
 def embed_texts(
-    model: Any,
+    model: ImageTextModel,
     tokens: Batch,
     rows: int,
     group: Group,

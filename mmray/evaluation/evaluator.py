@@ -30,6 +30,7 @@ from mmray.evaluation.embeddings import (
     in_lockstep,
 )
 from mmray.evaluation.examples import RetrievalExamples
+from mmray.models.protocol import ImageTextModel, can_embed
 from mmray.objectives.protocol import Objective, split_objective
 
 
@@ -78,6 +79,7 @@ class Evaluator(EvalDataset):
         """
         settings = self.settings
         retrieves = self.task != "zero_shot"
+        assert can_embed(model)  # check_evaluable
         embedded = embed_dataset(model, self, group, objective, with_texts=retrieves)
         bad_rows = self.count_bad_rows(len(embedded.row), group)
         metrics = {"rows": float(len(embedded.row))}
@@ -154,7 +156,9 @@ class Evaluator(EvalDataset):
         all_before = group.all_gather_variable(torch.cat(before)).cpu()
         return zero_shot_metrics(all_before, labels[labeled], len(classes))
 
-    def _class_embeddings(self, model: nn.Module, group: Group, classes: Sequence[str]) -> Tensor:
+    def _class_embeddings(
+        self, model: ImageTextModel, group: Group, classes: Sequence[str]
+    ) -> Tensor:
         """Embed the classes: the normalized mean of the embeddings of their prompts (Radford et al.
         2021, section 3.1.4). Each rank embeds a part of them.
 

@@ -69,6 +69,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future as TorchFuture
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from mmray.engine.checkpoint import files
 from mmray.engine.checkpoint.files import (
@@ -82,7 +83,7 @@ from mmray.engine.checkpoint.files import (
     sha256,
 )
 from mmray.engine.run_state import CheckpointState, DestinationFn, tensor_key
-from mmray.errors import MmrayError, StorageError
+from mmray.errors import MmrayError, StorageError, os_reason
 from mmray.models.weights import save_weights
 from mmray.storage.paths import AnyPath, RemotePath, open_for_upload, staged_upload
 from mmray.storage.ranges import ByteRange, RangeReader, coalesce_ranges
@@ -161,7 +162,7 @@ class HostStager:
     def __init__(self) -> None:
         self._buffers: StateDictStager | None = None
         self._streams: list[torch.cuda.Stream] = []
-        self._hook: Any = None
+        self._hook: RemovableHandle | None = None
         self._source: dict[str, Tensor] = {}
 
     def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -206,7 +207,7 @@ class HostStager:
         if self._buffers is not None:
             self._buffers.close()
 
-    def _before_update(self, *_: Any) -> None:
+    def _before_update(self, *_: object) -> None:
         for stream in self._streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
@@ -552,7 +553,7 @@ def as_storage_error(path: AnyPath, discards: bool = True) -> Iterator[None]:
         if discards:
             with suppress(OSError):
                 discard(path)
-        text = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
+        text = os_reason(error).splitlines()[0]
         free = ""
         if isinstance(path, Path) and path.parent.exists():
             free = f" ({shutil.disk_usage(path.parent).free / 2**30:.2f} GiB free)"
@@ -575,7 +576,5 @@ def _raise_first_cause() -> Iterator[None]:
         }
         rank, cause = next(iter((user_errors or causes).items()))
         if isinstance(cause, OSError | SafetensorError) and rank > 0:
-            raise OSError(
-                f"{getattr(cause, 'strerror', None) or cause} (on rank {rank})"
-            ) from cause
+            raise OSError(f"{os_reason(cause)} (on rank {rank})") from cause
         raise cause from None

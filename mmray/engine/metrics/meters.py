@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -225,10 +226,16 @@ class _FlopCounter(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # True imports it
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        formula = flop_registry.get(getattr(func, "_overloadpacket", func))
+        formula = flop_registry.get(func._overloadpacket if isinstance(func, OpOverload) else func)
         if formula is not None:
             self.total += formula(*args, **kwargs, out_val=out)
         return out

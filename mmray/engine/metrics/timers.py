@@ -109,7 +109,7 @@ class PeakMemory:
         """Measure the memory of this process; without effect on a GPU."""
         if self._device.type != "cuda":
             memory = self._process.memory_info()
-            self._peak_bytes = max(self._peak_bytes, memory.rss - getattr(memory, "shared", 0))
+            self._peak_bytes = max(self._peak_bytes, memory.rss - memory._asdict().get("shared", 0))
 
     def peak_gib(self) -> float:
         """Return the peak in GiB, on a CPU without memory shared with other processes."""

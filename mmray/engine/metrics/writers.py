@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import torch
@@ -24,6 +24,9 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from mmray.errors import StorageError, TrainingError
 from mmray.storage.outage import Outage
 from mmray.storage.paths import AnyPath, RemotePath, copy_file, temp_dir, write_atomic
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 Metrics = dict[str, Any]
 METRICS = "metrics.jsonl"
@@ -77,7 +80,7 @@ class MetricsLog:
         self._is_stale = False  # the file must be opened again
         self._checked_s = time.time()  # wall clock: includes suspend
         self._lost_lease: TrainingError | None = None
-        self._events: Any = None
+        self._events: SummaryWriter | None = None
         self._thread = ThreadPoolExecutor(1, "mmray-log")
         self._last: Future[None] = Future()  # newest of the thread's tasks
         self._last.set_result(None)

@@ -4,7 +4,7 @@ second.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmray.engine.parallel.strategy import Strategy, one_worker_reasons
 from mmray.errors import UsageError
@@ -25,15 +25,14 @@ class Branches(Strategy):
 
     @classmethod
     def unsupported_reasons(cls, config: Config) -> list[str]:
-        model: Any = config.model
+        model = config.model
         reasons = one_worker_reasons(config)
         if not model.shares_only_loss:
             reasons.append(
                 "train.parallel branches needs an image and a text tower without other parts such "
                 f"as a decoder, not `{model.kind}`; use `ddp`"
             )
-        text_dropout = getattr(getattr(model, "text", None), "dropout", 0)
-        if text_dropout or getattr(model, "patch_dropout", 0):
+        if model.drops_at_random:
             problem = "train.parallel branches cannot repeat dropout masks"
             reasons.append(f"{problem}; set model.text.dropout and model.patch_dropout to 0")
         return reasons

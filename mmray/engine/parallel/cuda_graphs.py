@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +134,7 @@ class BranchGraphs:
         """Number of shapes of inputs for which CUDA graphs have been captured."""
         return len(self._graphs)
 
-    def __call__(self, *inputs: Any, **options: Any) -> Any:
+    def __call__(self, *inputs: Tensor, **options: object) -> Any:
         weights = [weight for weight in self._branch.parameters() if weight.requires_grad]
         if options or not self._can_replay(inputs, weights):
             return self._eager(*inputs, **options)
@@ -165,7 +165,9 @@ class BranchGraphs:
             return False  # accumulation: they may be in memory that the forward overwrites
         return all(isinstance(value, Tensor) and not value.requires_grad for value in inputs)
 
-    def _capture(self, key: Any, inputs: tuple[Tensor, ...], weights: list[nn.Parameter]) -> None:
+    def _capture(
+        self, key: Hashable, inputs: tuple[Tensor, ...], weights: list[nn.Parameter]
+    ) -> None:
         if self.num_graphs >= MAX_GRAPHS:
             return
         if self._host_shares.pop(key)() < HOST_SHARE:

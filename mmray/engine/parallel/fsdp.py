@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from mmray.engine.parallel.strategy import Strategy
 
@@ -55,8 +55,10 @@ class FSDP(Strategy):
         # FSDP reduces gradients in each micro-batch, because unreduced ones would be unsharded and
         # need the memory that sharding saves. HSDP adds up the shards of other nodes in the last.
         if self.is_sharded:
-            sharded: Any = model
-            sharded.set_requires_all_reduce(last)
+            from torch.distributed.fsdp import FSDPModule
+
+            assert isinstance(model, FSDPModule)
+            model.set_requires_all_reduce(last)
         return nullcontext()
 
     def end_backward(self, model: nn.Module, group: Group) -> None:
@@ -72,8 +74,10 @@ class FSDP(Strategy):
         # FSDP keeps the gathered weights of the outermost module after a forward, for the backward,
         # and would use them in the next step although the weights have changed.
         if self.is_sharded:
-            sharded: Any = model
-            sharded.reshard()
+            from torch.distributed.fsdp import FSDPModule
+
+            assert isinstance(model, FSDPModule)
+            model.reshard()
 
 
 class HSDP(FSDP):

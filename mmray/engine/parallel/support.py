@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmray.engine.parallel.strategy import strategy_class
 
@@ -25,15 +25,15 @@ def unsupported_reasons(config: Config) -> list[str]:
 
 
 def _batch_norm_reasons(config: Config) -> list[str]:
-    model: Any = config.model
-    if getattr(model, "batch_norm", "frozen") != "synced":
+    synced = config.model.synced_batch_norm
+    if not synced:
         return []
     reasons = []
     if config.batch.is_searched:
         reasons.append(
             "batch.micro auto does not support model.batch_norm synced; set --batch.micro"
         )
-    if config.cluster.accelerator == "cpu" and model.image.name.startswith("resnet"):
+    if config.cluster.accelerator == "cpu" and synced.startswith("resnet"):
         reasons.append(
             "model.batch_norm: `synced` needs GPUs; set `local` or `frozen` with "
             "--cluster.accelerator cpu"
@@ -43,7 +43,7 @@ def _batch_norm_reasons(config: Config) -> list[str]:
 
 def _transform_reasons(config: Config) -> list[str]:
     train = config.train
-    model: Any = config.model
+    model = config.model
     reasons = []
     unknown = [name for name in train.activation_checkpointing if name not in model.branches]
     if model.branches and unknown:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,8 @@ from mmray.models.protocol import as_model, find_blocks
 
 if TYPE_CHECKING:
     from mmray.config import Optimizer, Train
+
+T = TypeVar("T")
 
 # caption lengths under torch.compile: aligned kernels of attention and matrix products
 TOKEN_MULTIPLE = 16
@@ -109,12 +111,13 @@ def compile_branches(model: nn.Module, train: Train) -> nn.Module:
         for block in dict.fromkeys([*pixels, *blocks]):
             block.compile(backend=train.compile, dynamic=None if name == "image" else True)
             if name == "image":
-                compiled: Any = block._compiled_call_impl
+                compiled = block._compiled_call_impl
+                assert compiled is not None
                 block._compiled_call_impl = partial(_call_with_static_sizes, compiled)
     return model
 
 
-def _call_with_static_sizes(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_with_static_sizes(compiled: Callable[..., T], *args: object, **kwargs: object) -> T:
     """Call a block so that its graphs are static in all sizes but the first.
 
     Blocks of a class share their graphs, so after the first two stages of a ResNet torch would take
@@ -213,8 +216,8 @@ def _recomputation_contexts(block: nn.Module) -> tuple[AbstractContextManager[No
 
 
 def _recomputed(
-    forward: Callable[..., Any], settings: dict[str, Any], *args: Any, **kwargs: Any
-) -> Any:
+    forward: Callable[..., T], settings: dict[str, Any], *args: object, **kwargs: Any
+) -> T:
     if not torch.is_grad_enabled() or not _recomputation_enabled:
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **settings, **kwargs)
