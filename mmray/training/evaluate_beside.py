@@ -108,7 +108,7 @@ class BesideEvaluator:
             checkpoint,
         )
 
-    def _collect(self, step: int, task: Any) -> None:
+    def _collect(self, step: int, task: ray.ObjectRef[dict[str, float]]) -> None:
         """Log and store the metrics of a checkpoint, or why it has none."""
         try:
             scores = ray.get(task)
@@ -118,7 +118,7 @@ class BesideEvaluator:
             shown = ", ".join(f"{title} {value}" for title, value in main_scores(scores))
             self._reporter.log(f"step {step:,}: {shown}", "evaluate")
         except (ray.exceptions.RayError, OSError, StorageError) as error:
-            cause = getattr(error, "cause", None) or error
+            cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
             text = f"step {step:,} was not evaluated: {first_line(cause)}"
             self._reporter.log(text, "evaluate")
             self._failed.add(step)

@@ -230,16 +230,15 @@ def _check_interpolation(settings: AnyModel, share: float) -> None:
 def _check_start(option: str, settings: AnyModel) -> None:
     """Raise UsageError if `model.weights` lacks weights that a run started with."""
     if not lora.starts_from_files(settings):
-        weights = getattr(settings, "weights", "none")
         raise UsageError(
             f"{option} needs a run whose initial weights are all in files of `model.weights`; this "
-            f"run has random ones (model.weights: {weights}); leave {option} out"
+            f"run has random ones (model.weights: {settings.initial_weights}); leave {option} out"
         )
 
 
 def _export(
     model: nn.Module,
-    settings: Any,
+    settings: AnyModel,
     tokenizer_json: str,
     out: str | AnyPath,
     log: Log,
@@ -248,6 +247,9 @@ def _export(
 ) -> AnyPath:
     spec = settings.model_dump(mode="json")
     if isinstance(settings, Vlm):
+        from mmray.models.vlm.model import Vlm as VlmModel
+
+        assert isinstance(model, VlmModel)
         return export_vlm(model, spec, out, adapters_only, log)
     return export(model, spec, tokenizer_json, out, adapters_only, format)
 
@@ -263,7 +265,7 @@ def evaluate_model(
     where: str | None = None,
     captions: str | None = None,
     interpolate: float = 1.0,
-    **cluster: Any,
+    **cluster: object,
 ) -> Scores:
     """Evaluate a checkpoint of a run, or pretrained weights.
 
@@ -345,10 +347,9 @@ def _evaluate(
             "rows": num_evaluated_rows(config, held_out),
             "prompts": num_zero_shot_prompts(config, held_out),
         }
-        model: Any = config.model
         names = ", ".join(str(each.folder) for each in held_out.values())
         part = f"{share:g} x " if share != 1 else ""
-        of_weights = f"{part}{checkpoint or model.weights}"
+        of_weights = f"{part}{checkpoint or config.model.initial_weights}"
         without_answers = config.replace(evaluate=config.evaluate.replace(num_generations=0))
         num_rows = num_evaluated_rows(without_answers, held_out)
         reporter.log(f"{of_weights} on {num_rows:,} rows of {names}", "evaluate")
@@ -468,8 +469,7 @@ def load_model(config: Config, checkpoint: AnyPath | None) -> nn.Module:
     else:
         weights = state_io.load_weights(checkpoint)
     if saved_base is not None:
-        spec: Any = config.model
-        base = lora.frozen_base(model, spec.weights)
+        base = lora.frozen_base(model, config.model.initial_weights)
         base.check(saved_base)
         base.add_to({"model": weights}, model)
     model.load_state_dict(weights)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mmray.cluster.shared_storage import LocalInput
 from mmray.config import Config, Vlm
+from mmray.config.base import Section
 from mmray.data.store.mixture import PreparedMixture
 from mmray.storage.paths import AnyPath, to_path
 from mmray.training.resolve import ResolvedRun
@@ -45,8 +46,7 @@ def _inputs(resolved: ResolvedRun) -> Iterator[tuple[str, AnyPath, bool]]:
 
 def _weights(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the settings of weights of the model and its parts, with their values."""
-    sections = {"model": config.model} | {f"model.{name}": part for name, part in config.model}
-    for name, section in sections.items():
-        weights = getattr(section, "weights", "")
-        if weights:
+    sections = {f"model.{name}": part for name, part in config.model if isinstance(part, Section)}
+    for name, section in {"model": config.model, **sections}.items():
+        if weights := dict(section).get("weights"):
             yield f"{name}.weights", weights

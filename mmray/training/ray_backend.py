@@ -326,9 +326,9 @@ class RayWorkers(Workers):
         # run then starts with fewer.
         is_larger = self.demand.workers > cluster.min_workers
         if self._wait is None:
-            name = "start_timeout_s" if is_larger else "queue_timeout_s"
-            limit_s = getattr(cluster, name)
-            self._wait = ResourceWait(self.demand, limit_s, log, f"cluster.{name}")
+            name = "cluster.start_timeout_s" if is_larger else "cluster.queue_timeout_s"
+            limit_s = cluster.start_timeout_s if is_larger else cluster.queue_timeout_s
+            self._wait = ResourceWait(self.demand, limit_s, log, name)
         try:
             self._wait.poll()
         except ResourceError as error:
@@ -464,7 +464,9 @@ def lost_ranks(error: BaseException) -> set[int]:
 def cause_in_group(error: BaseException) -> WorkerFailed:
     """Return why a worker group of Ray Train failed."""
     if not isinstance(error, ray.train.WorkerGroupError):
-        reason = getattr(error, "controller_failure", error)
+        reason = error
+        if isinstance(error, ray.train.ControllerError):
+            reason = error.controller_failure
         return WorkerFailed("lost", TrainingError(f"Ray Train failed: {reason}"))
     return select_cause(map(root_cause, error.worker_failures.values()), is_worker_lost)
 

@@ -168,13 +168,13 @@ def torch_trainer(
         folder: Ray Train writes its small files to the subfolder `ray`.
         name: Name of Ray's run; None: a random one.
     """
-    no_retries: Any = {
+    no_retries: dict[str, Any] = {
         "max_failures": 0,
         "controller_failure_limit": 0,
         "max_preemption_failures": 0,
     }
     # missing in Ray's stub
-    selector: Any = {"label_selector": demand.label_selector or None}
+    selector: dict[str, Any] = {"label_selector": demand.label_selector or None}
     return ReservedTrainer(
         loop,
         backend_config=ProcessGroupConfig(

@@ -8,7 +8,6 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +23,8 @@ from mmray.data.vlm.reader import ADAPTERS_OFF, ConversationReader, ReferenceLog
 from mmray.engine import precision
 from mmray.evaluation.embeddings import eval_mode
 from mmray.models import lora
+from mmray.models.vlm.model import Vlm as VlmModel
+from mmray.storage.paths import AnyPath
 from mmray.training.evaluate_export import cached_model, load_model
 
 MIN_BATCH_TOKENS = 8192  # tokens of a forward pass, unless a row has more
@@ -74,7 +75,8 @@ class ReferenceJob:
         without a rejected answer.
         """
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model: Any = cached_model(self.config, self.checkpoint, self.digest, device)
+        model = cached_model(self.config, self.checkpoint, self.digest, device)
+        assert isinstance(model, VlmModel)
         config = self.config
         max_pixels = max(config.prepare.max_pixels, prepared.max_pixels)
         references = ReferenceLogProbs(ADAPTERS_OFF)
@@ -95,9 +97,10 @@ class ReferenceJob:
         }
 
 
-def plan_references(config: Config, checkpoint: Any, name: str) -> ReferenceJob:
+def plan_references(config: Config, checkpoint: AnyPath | None, name: str) -> ReferenceJob:
     """Return the job that computes the log-probabilities by a vision-language model."""
-    model: Any = lora.merge_adapters(load_model(config, checkpoint))
+    model = lora.merge_adapters(load_model(config, checkpoint))
+    assert isinstance(model, VlmModel)
     path = None if checkpoint is None else str(checkpoint)
     return ReferenceJob(config, path, name, lora.hash_weights(model), model.encoder.digest)
 

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import orjson
 
-from mmray.config import Config
+from mmray.config import Clip, Config
 from mmray.config.data import parse_captions
 from mmray.config.model import Objective
+from mmray.config.model_kinds import TowerModel
 from mmray.data.store.mixture import PreparedMixture
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.row_columns import column_types
@@ -103,8 +104,8 @@ def open_teacher(
             reporter.log(text, "teacher")
     model = _only_model("objective.teacher", column, identities, "digest")
     width = int(known[image].removeprefix("float16[").removesuffix("]"))
-    own_width = getattr(config.model, "embed_dim", width)
-    is_known = getattr(config.model, "weights", "none") == "none"
+    own_width = config.model.embed_dim if isinstance(config.model, TowerModel | Clip) else width
+    is_known = config.model.initial_weights == "none"
     if "feature_distillation" in config.objective.terms and is_known and width != own_width:
         raise UsageError(
             f"objective feature_distillation: embeddings of {model['weights']} have {width} "
@@ -153,9 +154,9 @@ def check_held_out(
 
 def _read_identity(config: Config, prepared: PreparedSet, processor_digest: str) -> dict[str, str]:
     """Return what `mmray score` wrote about the model of the columns. Raises DataError."""
-    spec: Any = config.model
+    spec = config.model
     column = config.objective.reference
-    command = f"mmray score {prepared.folder} --weights {spec.weights}"
+    command = f"mmray score {prepared.folder} --weights {spec.initial_weights}"
     if column != type(config.objective)().reference:
         command += f" --name {column}"
     if spec.inputs != type(spec.inputs)(max_tokens=spec.inputs.max_tokens):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mmray.config import Config, Model, Vlm
+from mmray.config import ClipInputs, Config, Model, Vlm
 from mmray.config.data import FULL_SHUFFLE
 from mmray.data.images.sample import write_once
 from mmray.data.prepare.pipeline import PrepareProgress
@@ -102,8 +102,7 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
         config.cluster.max_workers,
         config.max_row_tokens,
         # Statistics of BatchNorm that are synchronized have collectives in each forward.
-        may_search=config.cluster.accelerator == "gpu"
-        and getattr(config.model, "batch_norm", "frozen") != "synced",
+        may_search=config.cluster.accelerator == "gpu" and not config.model.synced_batch_norm,
     )
     shuffle = resolve_block_shuffle(
         config.data, sets.train, shape.global_batch_size, config.cluster.max_workers
@@ -166,7 +165,8 @@ def _resolve_conversations(resolved: ResolvedRun, reporter: RunReporter) -> Reso
     and, of dpo, the log-probabilities of the reference model.
     """
     config = resolved.config
-    spec: Any = config.model
+    spec = config.model
+    assert isinstance(spec, Vlm)
     arguments = encoder_arguments(spec.inputs)
     is_dpo = config.objective.is_dpo
     counter = ProcessorCounter(spec.weights, arguments, spec.inputs.question, is_dpo)
@@ -221,9 +221,10 @@ def describe_long_texts(config: Config, sets: Sequence[PreparedSet]) -> str | No
     """Describe how many texts are about more than `clip_s` seconds of audio or video, counted in
     MAX_SAMPLED_ROWS rows at equal distances; None without such a text.
     """
-    clip_s = getattr(config.model.inputs, "clip_s", 0)
-    if not clip_s:
+    inputs = config.model.inputs
+    if not isinstance(inputs, ClipInputs) or not inputs.clip_s:
         return None
+    clip_s = inputs.clip_s
     lengths = []
     for each in sets:
         count = min(each.num_rows, MAX_SAMPLED_ROWS)
@@ -261,7 +262,7 @@ def _with_token_lengths(
     resolved: ResolvedRun, counter: ProcessorCounter, reporter: RunReporter
 ) -> ResolvedRun:
     """Return the run with the token counts of its rows, which are computed unless they exist."""
-    model: Any = resolved.config.model
+    model = resolved.config.model
     lengths = token_counts(
         resolved.train_set,
         counter,
@@ -286,8 +287,8 @@ def _with_token_lengths(
     if unknown := int((lengths == NOT_COUNTED).sum()):
         text += f"; {unknown:,} rows cannot be used, for reasons that quarantine.jsonl will state"
     reporter.log(text, "tokens")
-    config = read_config(model.weights)
-    packed = is_packable(config, find_family(config, model.weights))
+    config = read_config(model.initial_weights)
+    packed = is_packable(config, find_family(config, model.initial_weights))
     folder = to_path(resolved.config.run.storage) / SELECTIONS_DIR
     folder.mkdir(parents=True, exist_ok=True)
     file = MappedFile.write(folder, "tokens-{}.uint32", lengths)

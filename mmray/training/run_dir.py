@@ -193,7 +193,7 @@ def _compare_run(
         for key, new in data.items()
         if old.get(key) != new
     ]
-    if before["model"].get("weights") == getattr(config.model, "weights", None):
+    if before["model"].get("weights", "none") == config.model.initial_weights:
         changes += _changed_processor_files(path, config.model)
     result = run.read_json("result.json")
     return changes, result.get("status") == "finished" and result["steps"] >= steps
@@ -356,7 +356,7 @@ _SECRET_SETTING = re.compile(r"(^|_)(key|token|secret|password|credential)s?$", 
 _MIN_SECRET_CHARS = 6  # shorter values occur in ordinary text
 
 
-def redact(value: Any) -> Any:
+def redact(value: object) -> Any:
     """Replace secrets in settings by ***.
 
     Args:

@@ -31,7 +31,7 @@ from mmray.engine.collectives import Group
 from mmray.errors import DataError, ResourceError, UsageError, suggest
 from mmray.evaluation.batches import EvalDataset
 from mmray.evaluation.embeddings import embed_texts, eval_mode
-from mmray.models.protocol import EMBEDDING_METHODS
+from mmray.models.protocol import ImageTextModel, can_embed
 from mmray.models.synthetic import synthetic_batch
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, list_names, to_path, write_atomic
@@ -102,6 +102,7 @@ class ScoreJob:
         model = cached_model(self.config, self.checkpoint, self.digest, device)
         if self.captions is not None:
             prepared = prepared.with_captions({self.captions: 1.0})
+        assert can_embed(model)
         rows = embed_rows(model, prepared, self, device)
         columns = {self.name: pa.array(rows.scores, mask=np.isnan(rows.scores))}
         if self.with_embeddings:
@@ -245,9 +246,8 @@ def _plan(
         )
     scored = columns[:1] if captions is None else (captions,)
     _check_name(name, ("captions", "embedding"), prepared)
-    model: Any = load_model(config, checkpoint)
-    missing = [method for method in EMBEDDING_METHODS if not callable(getattr(model, method, None))]
-    if missing or config.model.takes_clips:
+    model = load_model(config, checkpoint)
+    if not can_embed(model) or config.model.takes_clips:
         raise UsageError(
             f"--weights {weights}: a model of kind {config.model.kind} does not embed one image "
             "and its caption; use weights of clip, siglip, naflex, two_tower or towers of images"
@@ -337,7 +337,7 @@ class EmbeddedRows(NamedTuple):
 
 @torch.no_grad()
 def embed_rows(
-    model: Any, prepared: PreparedSet, job: ScoreJob, device: torch.device
+    model: ImageTextModel, prepared: PreparedSet, job: ScoreJob, device: torch.device
 ) -> EmbeddedRows:
     """Embed the images and captions of the rows of a set.
 

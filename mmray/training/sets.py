@@ -139,9 +139,9 @@ def _compare_settings(
         differences = [
             f"{name} {format_setting(new)}, not {format_setting(old)}"
             for name in names
-            if (new := getattr(of_set, name)) != (old := getattr(settings, name))
+            if (new := dict(of_set)[name]) != (old := dict(settings)[name])
             # Defaults were not chosen for the run, but sets of a mixture are compared in all.
-            and (settings is not config.prepare or old != getattr(defaults, name))
+            and (settings is not config.prepare or old != dict(defaults)[name])
             and (is_trained_on or name not in _TRAINING_SETTINGS)
         ]
         if differences:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmray.engine.bad_rows import load_bad_rows, merge_bad_rows
 from mmray.engine.batch import BatchShape
@@ -44,6 +44,9 @@ from mmray.training.monitor import (
 )
 from mmray.training.resolve import ResolvedRun
 from mmray.training.run_dir import RunDir, check_processor, redact_text
+
+if TYPE_CHECKING:
+    from mmray.training.evaluate_beside import BesideEvaluator
 
 EVENTS = {
     "lost": "worker lost",
@@ -135,7 +138,7 @@ def decide_recovery(
 
 def _final_error(message: str, cause: BaseException) -> TrainingError:
     """Return a TrainingError with the worker's traceback, which is in a note of `cause`."""
-    traceback = "".join(f"{note.rstrip()}\n" for note in getattr(cause, "__notes__", ()))
+    traceback = "".join(f"{note.rstrip()}\n" for note in vars(cause).get("__notes__", ()))
     return TrainingError(f"{traceback}{message}")
 
 
@@ -197,7 +200,7 @@ class Supervisor:
         self.resized_from = 0
         self.progress = RunProgress()
         self.should_stop = should_stop
-        self.evaluator: Any = None
+        self.evaluator: BesideEvaluator | None = None
         if resolved.config.evaluate.where == "beside" and resolved.eval_sets:
             from mmray.training.evaluate_beside import BesideEvaluator  # late: it imports Ray
 
@@ -425,7 +428,7 @@ class Supervisor:
                 "same command; completed steps are not repeated"
             ) from error
 
-    def _write_ended(self, status: str, **fields: Any) -> None:
+    def _write_ended(self, status: str, **fields: object) -> None:
         """Write result.json unless another process owns the run; a failing storage is logged, not
         raised.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmray.builtin import (
     HF_AUDIO_TYPES,
@@ -15,7 +15,7 @@ from mmray.builtin import (
     KINDS,
 )
 from mmray.config.data import Mixture, parse_captions
-from mmray.config.model import Objective, model_section
+from mmray.config.model import Model, Objective, model_section
 from mmray.config.model_kinds import PAIRS, Towers, Vlm
 from mmray.data.store.manifest import Manifest, read_manifest, text_columns
 from mmray.data.store.row_columns import column_types
@@ -87,8 +87,9 @@ def check_eval_selections(config: Config) -> None:
 
 def _check_selection(prefix: str, addresses: Sequence[str], config: Config) -> None:
     """Check `data.where` and `data.captions`, or those with a prefix, of the sets at addresses."""
-    where = getattr(config.data, f"{prefix}where")
-    captions = getattr(config.data, f"{prefix}captions")
+    settings = dict(config.data)
+    where = settings[f"{prefix}where"]
+    captions = settings[f"{prefix}captions"]
     if where is None and captions is None:
         return
     manifests: dict[str, Manifest | None] = {}  # None: a raw source
@@ -167,7 +168,7 @@ def unsupported_reasons(config: Config) -> list[str]:
 
 def four_bit_reasons(config: Config) -> list[str]:
     """Return which settings do not suit frozen weights in 4 bits (`model.lora.load_in_4bit`)."""
-    model: Any = config.model
+    model = config.model
     if not model.lora.load_in_4bit:
         return []
     train = config.train
@@ -211,7 +212,7 @@ def kind_reasons(config: Config) -> list[str]:
     return reasons
 
 
-def weights_reasons(model: Any) -> list[str]:
+def weights_reasons(model: Model) -> list[str]:
     """Return why pretrained weights in a folder are not weights of the model, as sentences with a
     fix; [] if they are.
 
@@ -228,7 +229,7 @@ def weights_reasons(model: Any) -> list[str]:
         return []
     hf_type = KINDS[model.kind].hf_type if model.kind in KINDS else ""
     if hf_type:
-        return _hf_weights_reasons("model.weights", model.weights, (hf_type,), model)
+        return _hf_weights_reasons("model.weights", model.initial_weights, (hf_type,), model)
     reasons = list[str]()
     for part, weights in model.part_weights().items():
         reasons += _hf_weights_reasons(f"model.{part}.weights", weights, PART_TYPES[part], model)
@@ -236,7 +237,7 @@ def weights_reasons(model: Any) -> list[str]:
 
 
 def _hf_weights_reasons(
-    setting: str, weights: str, supported: tuple[str, ...], model: Any
+    setting: str, weights: str, supported: tuple[str, ...], model: Model
 ) -> list[str]:
     """Return why a folder of transformers does not fit a model, as sentences; [] also for names of
     the hub and other files.
@@ -270,10 +271,11 @@ def objective_reasons(config: Config) -> list[str]:
 
     Classes of the user are checked later, by a synthetic step before the first one.
     """
-    model: Any = config.model
+    model = config.model
     kind = f"`{model.kind}`"
     if isinstance(model, Towers):
         kind += f" of {', '.join(model.modalities)} (model.inputs.clip_s, frames, audio_rate)"
+    values = dict(model)
     usable = model.usable_objectives
     terms = config.objective.terms
     reasons = _dpo_reasons(config)
@@ -297,7 +299,7 @@ def objective_reasons(config: Config) -> list[str]:
                 "objective captioning: model.lora freezes the decoder, which has no trained "
                 "weights; set --model.lora.train decoder"
             )
-        elif term == "sigmoid" and model.logit_bias is None:
+        elif term == "sigmoid" and values["logit_bias"] is None:
             reasons.append(
                 "objective sigmoid needs a bias of the scores; set --model.logit-bias, "
                 "for example -10"
@@ -315,7 +317,7 @@ def objective_reasons(config: Config) -> list[str]:
         if term in usable and getattr(model, head) and term not in terms:
             advice = f"add `+ {term}` to --objective.kind, or set {off}"
             reasons.append(f"the head of {term}: no objective trains it; {advice}")
-    if getattr(model, "logit_bias", None) is not None and "sigmoid" not in terms:
+    if values.get("logit_bias") is not None and "sigmoid" not in terms:
         reasons.append(
             "model.logit_bias: only objective sigmoid trains it; set --model.logit-bias None"
         )
@@ -328,7 +330,8 @@ def _dpo_reasons(config: Config) -> list[str]:
     if not objective.is_dpo:
         defaults = type(objective)()
         names = ("beta", "loss_type", "reference")
-        changed = [name for name in names if getattr(objective, name) != getattr(defaults, name)]
+        values = dict(objective)
+        changed = [name for name in names if values[name] != dict(defaults)[name]]
         return [f"objective.{name}: only objective dpo uses it" for name in changed]
     reasons = []
     if len(objective.terms) > 1:
