@@ -44,7 +44,7 @@ def load_part(name: str, setting: str, table: Mapping[str, str]) -> Any:
 
 
 @cache
-def source_digest(part: Any) -> str:
+def source_digest(part: object) -> str:
     """Return a hash, 16 hex digits, of the file that defines a class or function of the user, as it
     was at the first call: an edit later in the process does not change the imported code.
     """

@@ -80,14 +80,14 @@ class Channel:
         self.connection = connection
         self._lock = threading.Lock()
 
-    def send(self, message: Any) -> None:
+    def send(self, message: object) -> None:
         """Send a message to the function `on_message` that the parent has passed to `result`,
         without waiting for a reply.
         """
         with self._lock:
             self.connection.send(("message", message))
 
-    def call(self, message: Any) -> Any:
+    def call(self, message: object) -> Any:
         """Send a message to the function `on_message` that the parent has passed to `result`, and
         wait for its reply.
         """
@@ -129,7 +129,7 @@ class ChildProcess:
         args: Further arguments of `target`, which are pickled.
     """
 
-    def __init__(self, name: str, target: Callable[..., Any], *args: Any) -> None:
+    def __init__(self, name: str, target: Callable[..., Any], *args: object) -> None:
         ours, theirs = SPAWN.Pipe()
         self.name = name
         self.connection = ours
@@ -140,7 +140,7 @@ class ChildProcess:
             self.process.start()
         theirs.close()  # so that the end of the process is read as EOF
 
-    def send(self, message: Any) -> None:
+    def send(self, message: object) -> None:
         """Send an object to the process, which receives it with `connection.recv()` of its Channel.
 
         Raises:
@@ -229,7 +229,7 @@ def pickled(error: Exception) -> bytes:
         return data
     except Exception:  # noqa: BLE001 - a user's class that cannot be pickled
         plain = RuntimeError(f"{type(error).__name__}: {error}")
-        for note in getattr(error, "__notes__", ()):
+        for note in vars(error).get("__notes__", ()):
             plain.add_note(note)
         return pickle.dumps(plain)
 

@@ -189,7 +189,7 @@ class LoaderWorker:
     def __init__(self) -> None:
         torch.set_num_threads(1)
 
-    def run(self, receive: Callable[..., list[Arrival]], *arguments: Any) -> list[Arrival]:
+    def run(self, receive: Callable[..., list[Arrival]], *arguments: object) -> list[Arrival]:
         return receive(*arguments)
 
 

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from mmray.bench.hand_loops import train_by_hand
 from mmray.bench.results import compare, describe_machine
@@ -33,12 +32,14 @@ from mmray.data.stream.collate import Batch
 from mmray.data.stream.order import PADDING, SamplePlan
 from mmray.data.stream.token_batches import TokenPlan
 from mmray.data.vlm.chat_template import RowError
+from mmray.data.vlm.collate import RowCollator
 from mmray.data.vlm.encoder import EncodedRow, ProcessorEncoder
 from mmray.engine import loop
 from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
 from mmray.engine.precision import select_precision
 from mmray.errors import UsageError
+from mmray.models.vlm.model import Vlm
 from mmray.objectives.cross_entropy import IGNORE_INDEX
 from mmray.training.local import measure_in_worker
 from mmray.training.resolve import with_written_weights
@@ -109,9 +110,9 @@ def mixed_rows(encoder: ProcessorEncoder, count: int) -> list[EncodedRow]:
 def _measure(
     config: Config, group: Group, _report: object, pairs: int, window_s: float
 ) -> dict[str, Any]:
-    model: Any
     config, model = build_model(config.replace(train=config.train.replace(log_every=1)), group)
     global_batch_size = config.batch.global_
+    assert isinstance(model, Vlm)
     if global_batch_size is None:
         raise UsageError("bench step needs batch.global in the recipe of a vision-language model")
     micro = config.batch.micro if isinstance(config.batch.micro, int) else PADDED_ROWS
@@ -150,7 +151,7 @@ class _Bench:
 
     config: Config
     group: Group
-    model: nn.Module
+    model: Vlm
     rows: Sequence[EncodedRow]
     global_batch_size: int
     micro: int
@@ -164,7 +165,7 @@ class _Bench:
 
     def loop_window(self, steps: int) -> tuple[float, float]:
         """Return the seconds of the timed steps of mmray's loop, and its last loss."""
-        model: Any = deepcopy(self.model)
+        model = deepcopy(self.model)
         plan = SamplePlan(
             len(self.rows), self.global_batch_size, 1, seed=0, steps=steps, shuffle=False
         )
@@ -182,13 +183,13 @@ class _Bench:
         result = loop.train_loop(spec, self._packed(tokens, model.collator()))
         return timer.took_s, float(result.metrics["train/loss"])
 
-    def _packed(self, plan: TokenPlan, collate: Any) -> Iterator[list[Batch]]:
+    def _packed(self, plan: TokenPlan, collate: RowCollator) -> Iterator[list[Batch]]:
         for step in range(plan.steps):
             positions = plan.positions(step, 0)
             parts = np.split(positions, np.cumsum(plan.micro_batch_sizes(step, 0)))[:-1]
             yield [self._micro_batch(plan, part, collate) for part in parts]
 
-    def _micro_batch(self, plan: TokenPlan, positions: np.ndarray, collate: Any) -> Batch:
+    def _micro_batch(self, plan: TokenPlan, positions: np.ndarray, collate: RowCollator) -> Batch:
         valid = positions != PADDING
         numbers = plan.row_ids_at(positions[valid])
         rows = [self.rows[number] for number in numbers]
@@ -205,7 +206,7 @@ class _Bench:
 
     def padded_window(self, steps: int) -> tuple[float, float]:
         """Return the seconds of the timed steps of the loop by hand, and its last loss."""
-        model: Any = deepcopy(self.model).train()
+        model = deepcopy(self.model).train()
         model.to(self.group.device)
         model.packed = False
         timer = StepTimer(self.group.device, until=steps)
@@ -215,7 +216,7 @@ class _Bench:
         loss = train_by_hand(model, batches, loss_of, self.config, precision, steps, timer.on_step)
         return timer.took_s, loss
 
-    def _padded(self, collate: Any) -> Iterator[list[Batch]]:
+    def _padded(self, collate: RowCollator) -> Iterator[list[Batch]]:
         """Yield the padded micro-batches of each step, with the number of targets of the step."""
         remaining = cycle(self.rows)
         while True:
@@ -231,7 +232,7 @@ class _Bench:
             yield micro_batches
 
 
-def _loss_of_transformers(model: Any, batch: Batch) -> torch.Tensor:
+def _loss_of_transformers(model: Vlm, batch: Batch) -> torch.Tensor:
     """Return the loss that the transformers model computes from padded rows and labels."""
     ids = batch["input_ids"]
     labels = torch.full_like(ids, IGNORE_INDEX).flatten()

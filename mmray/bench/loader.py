@@ -207,7 +207,7 @@ class LoaderRuns:
         self.window_s = window_s
         self.workers_per_consumer = max(1, actors // CONSUMERS)
 
-    def loader(self, dataset: Any) -> RunWindow:
+    def loader(self, dataset: object) -> RunWindow:
         """Return a function that reads batches of a DataLoader in each consumer."""
         batch = self.plan.global_batch_size // CONSUMERS
         num_workers = self.workers_per_consumer
@@ -220,7 +220,9 @@ class LoaderRuns:
             self._run, receive_stream, reader, start, BLOCK_MB, self.workers_per_consumer
         )
 
-    def _run(self, receive: Callable[..., list[Arrival]], *arguments: Any) -> list[list[Arrival]]:
+    def _run(
+        self, receive: Callable[..., list[Arrival]], *arguments: object
+    ) -> list[list[Arrival]]:
         calls = [
             worker.run.remote(receive, rank, *arguments) for rank, worker in enumerate(self.workers)
         ]

@@ -184,7 +184,7 @@ def _check_links(node_ids: list[str]) -> Iterator[Finding]:
     yield _check_link(name, f"MB/s for {COLLECTIVE_MB} MB", _measure_collective, node_ids)
 
 
-def _check_link(name: str, unit: str, measure: Callable[..., float], *args: Any) -> Finding:
+def _check_link(name: str, unit: str, measure: Callable[..., float], *args: object) -> Finding:
     try:
         return _rate(name, measure(*args), unit, MB_PER_S, LINK_FIX)
     except ray.exceptions.RayError as error:

@@ -330,7 +330,7 @@ def check_data_capacity(cluster_config: Cluster) -> None:
         raise ResourceError(missing)
 
 
-def run_on_node(node: str, function: Callable[..., Any], *args: Any) -> Any:
+def run_on_node(node: str, function: Callable[..., Any], *args: object) -> Any:
     """Start a Ray task on a node, without reserving CPUs and without retries.
 
     Args:

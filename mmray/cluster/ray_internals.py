@@ -14,6 +14,7 @@ from mmray.errors import ResourceError
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
+    from ray.runtime_env import RuntimeEnv
 
 TESTED_VERSION = "2.60"
 HEAD_RESOURCE = "node:__internal_head__"  # resource of the head node only
@@ -204,7 +205,7 @@ def request_nodes(
     ray.get(answer, timeout=timeout_s)
 
 
-def run_train_controller(group: PlacementGroup, callbacks: list[Any], **arguments: Any) -> Any:
+def run_train_controller(group: PlacementGroup, callbacks: list[Any], **arguments: object) -> Any:
     """Run Ray Train's controller on this node, with workers in a placement group that exists.
 
     Ray's callback for datasets is not used. The one that removes the placement group if the
@@ -232,11 +233,11 @@ def run_train_controller(group: PlacementGroup, callbacks: list[Any], **argument
         )
 
         class WorkerGroup(worker_group.WorkerGroup):
-            def _create_placement_group(self, *_: Any) -> DefaultPlacementGroupHandle:
+            def _create_placement_group(self, *_: object) -> DefaultPlacementGroupHandle:
                 return DefaultPlacementGroupHandle(group)
 
             @staticmethod
-            def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
+            def _get_worker_runtime_env(custom_runtime_env: dict[str, Any] | RuntimeEnv) -> Any:
                 if is_local:
                     return custom_runtime_env
                 return worker_group.WorkerGroup._get_worker_runtime_env(custom_runtime_env)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 from rich.text import Text
 
@@ -63,7 +63,7 @@ class ConsoleReporter:
             if console is None and not self.console.is_terminal:
                 self.console.width = LOG_WIDTH  # tables in a log cannot be resized later
         self._display: Progress | None = None
-        self._task: Any = None
+        self._task = TaskID(0)  # if there is a display
         self._printed_s = 0.0
         self._first_step: tuple[float, int] | None = None  # (seconds, step) of the first line
 

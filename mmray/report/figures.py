@@ -65,7 +65,7 @@ def make_figure(
     yaxis: dict[str, Any] | None = None,
     height: int = 260,
     wide: bool = False,
-    **layout: Any,
+    **layout: object,
 ) -> Figure:
     """Return a chart in the style of all pages; `xaxis`, `yaxis` and `layout` extend its layout."""
     style = {
@@ -88,7 +88,7 @@ def _axis_title(text: str) -> dict[str, Any]:
     return {"text": text, "standoff": 6}
 
 
-def _curve(name: str, color: str, width: int = 2, dash: str = "solid", **options: Any) -> Trace:
+def _curve(name: str, color: str, width: int = 2, dash: str = "solid", **options: object) -> Trace:
     line = {"color": color, "width": width, "dash": dash}
     curve = {"type": "scatter", "name": name, "mode": "lines+markers", "line": line}
     return curve | {"marker": {"size": 4 + width}} | options

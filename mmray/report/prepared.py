@@ -19,7 +19,7 @@ from mmray.data.messages import REJECTED, message_text, to_json
 from mmray.data.store.manifest import RECORD_BATCH_ROWS
 from mmray.data.store.mixture import ROW_ERRORS, read_each
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.store.stored_row import Row
+from mmray.data.store.stored_row import Media, Row
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.errors import DataError, UsageError
 from mmray.report.summary import quarantine_summary
@@ -402,7 +402,7 @@ def _shorten(text: str) -> str:
     return text if len(text) <= MAX_CELL else f"{text[: MAX_CELL - 3]}..."
 
 
-def _describe_media(media: Any) -> str:
+def _describe_media(media: Media) -> str:
     """Return size, duration, rate and channels of an image, audio or video in one line."""
     parts = [f"{media.width} × {media.height}"] if media.width else []
     if media.duration is not None:
@@ -415,8 +415,8 @@ def _describe_media(media: Any) -> str:
     return ", ".join(parts) or "not checked"
 
 
-def _shown_field(name: str, value: Any) -> str:
+def _shown_field(name: str, value: object) -> str:
     """Return a field of a message as text: of a rejected answer its texts, of others JSON."""
-    if name == REJECTED:
+    if name == REJECTED and isinstance(value, list):
         return "\n".join(map(message_text, value))
     return value if isinstance(value, str) else to_json(value).decode()

@@ -145,7 +145,7 @@ def format_compact(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def format_setting(value: Any) -> str:
+def format_setting(value: object) -> str:
     """Format the value of a setting, such as `yes` for True, `1, 2` for a list, `none` for None."""
     if isinstance(value, bool):
         return "yes" if value else "no"

@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import jinja2
 import yaml
@@ -126,7 +125,7 @@ def write_set_page(
     return replace(record, page=page)
 
 
-def _write(template: str, out: AnyPath, command: str = "mmray report", **values: Any) -> AnyPath:
+def _write(template: str, out: AnyPath, command: str = "mmray report", **values: object) -> AnyPath:
     """Write a page from a template and return its file. Raises UsageError if it cannot be
     written.
     """

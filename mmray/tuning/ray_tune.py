@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ray import tune
+from ray.tune.experiment import Trial as TuneTrial
 from ray.tune.search.basic_variant import BasicVariantGenerator
 
 from mmray.cluster.ray_internals import HEAD_RESOURCE
@@ -98,7 +99,7 @@ def run_trials_on_ray_tune(
         remove_tree(scratch)
 
 
-def _name_of(trial: Any) -> str:
+def _name_of(trial: TuneTrial) -> str:
     return str(trial.config[NAME])
 
 
@@ -154,11 +155,11 @@ def train_to_rung(
 class _TrialReporter:
     """RunReporter of a trial without output: its metrics are read from its folder."""
 
-    def status(self, *_: Any) -> None: ...
-    def log(self, *_: Any) -> None: ...
-    def phase(self, *_: Any) -> None: ...
-    def prepare_progress(self, *_: Any) -> None: ...
-    def step(self, *_: Any) -> None: ...
+    def status(self, *_: object) -> None: ...
+    def log(self, *_: object) -> None: ...
+    def phase(self, *_: object) -> None: ...
+    def prepare_progress(self, *_: object) -> None: ...
+    def step(self, *_: object) -> None: ...
 
 
 class _TuneCallback(tune.Stopper, tune.Callback):
@@ -182,17 +183,26 @@ class _TuneCallback(tune.Stopper, tune.Callback):
         self._state.poll()
         return self._state.is_stopped()
 
-    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+    def on_trial_start(
+        self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: object
+    ) -> None:
         self._state.start(str(trial))
 
     def on_trial_result(
-        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+        self,
+        iteration: int,
+        trials: list[TuneTrial],
+        trial: TuneTrial,
+        result: dict[str, Any],
+        **info: object,
     ) -> None:
         value = result[VALUE]
         rung = None if value is None else Rung(self._samples, value)
         self._state.end(str(trial), TrialOutcome(**result[OUTCOME]), rung)
 
-    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+    def on_trial_error(
+        self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: object
+    ) -> None:
         # Not Ray's `get_pickled_error`, which reads a file that is copied to the storage later.
         text = Path(trial.error_file).read_text() if trial.error_file else ""
         lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -72,7 +72,7 @@ def random_settings(base: Config, space: Space) -> list[dict[str, Any]]:
     return (points + others)[: space.num_trials]
 
 
-def _to_python(value: Any) -> Any:
+def _to_python(value: object) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
