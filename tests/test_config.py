@@ -13,6 +13,7 @@ from mmray.config import (
     ImageTower,
     Siglip,
     TextTower,
+    Train,
     TwoTower,
     from_yaml,
     override,
@@ -136,6 +137,14 @@ def test_local_weight_paths_become_absolute(tmp_path, monkeypatch):
 def test_replaced_settings_are_validated(settings, message):
     with pytest.raises(UsageError, match=f"cluster.{message}"):
         Config().with_cluster(**settings)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda lengths: Train(**lengths), lambda lengths: Train().replace(**lengths)]
+)
+def test_contradicting_settings_are_a_usage_error(make):
+    with pytest.raises(UsageError, match=r"^train: give one of steps, samples, epochs \(got"):
+        make({"steps": 3, "epochs": 2})
 
 
 def test_batch_tokens_replace_the_micro_batch_of_a_recipe():

@@ -7,7 +7,8 @@ import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic_core.core_schema import CoreSchema, no_info_wrap_validator_function
 
 from mmray.errors import UsageError, suggest
 
@@ -73,7 +74,11 @@ class Section(BaseModel):
         """
         return self.model_dump(mode="json", by_alias=True)
 
-    @model_validator(mode="wrap")
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        # Outside of the validators of subclasses, whose errors a wrap validator would miss.
+        return no_info_wrap_validator_function(cls._raise_usage_error, handler(source))
+
     @classmethod
     def _raise_usage_error(cls, value: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
         try:
