@@ -553,11 +553,7 @@ def tune(
     if space is None:
         space = trials.default_axes(base, goal)
     if space is None:
-        _refuse_options_of_trials(
-            samples=samples is not None,
-            budget=budget is not None,
-            concurrency=concurrency is not None,
-        )
+        _refuse_options_of_trials(samples=samples, budget=budget, concurrency=concurrency)
         sweep = _measure_shapes(base, reporter)
     else:
         request = SweepRequest(
@@ -580,9 +576,9 @@ def _check_choice(name: str, value: str, choices: Any) -> None:
         raise UsageError(f"{name}: unknown {name} `{value}`; {suggest(str(value), known)}")
 
 
-def _refuse_options_of_trials(**given: bool) -> None:
+def _refuse_options_of_trials(**given: Any) -> None:
     """Raise UsageError for options that measuring batch shapes, without trials, does not have."""
-    options = ", ".join(f"--{name}" for name, is_given in given.items() if is_given)
+    options = ", ".join(f"--{name}" for name, value in given.items() if value is not None)
     if options:
         raise UsageError(
             f"{options}: no effect on --goal throughput without --space, which runs no trials; "

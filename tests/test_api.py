@@ -11,7 +11,7 @@ import torch
 
 import mmray
 from mmray import api, cli
-from mmray.cli.args import parse_config
+from mmray.cli.train import train
 from mmray.config import Batch, Prepare, recipes, to_yaml
 from mmray.config.model_kinds import Clip
 from mmray.config.search_space import DEFAULT_SAMPLES, Range
@@ -129,7 +129,7 @@ def sweeps(monkeypatch, tmp_path):
 def test_sections_are_the_flags(calls, recipe, sections, words):
     mmray.train(recipe, **sections)
     [(given, _)] = calls
-    assert given[0] == parse_config([recipe, *words], "train")[0]
+    assert given[0] == train.parse([recipe, *words])["settings"]
 
 
 def test_config_objects_and_files_replace_recipe_names(calls, tmp_path):
@@ -241,6 +241,10 @@ def test_goal_throughput_with_listed_shapes_compares_them_in_trials(sweeps):
             "--goal recall --budget 2h --run.name x",
         ),
         ({"space": {"batch.global": "64,128"}}, "--space batch.global=64,128"),
+        (
+            {"goal": "loss", "batch": {"micro": 8, "accumulation": 2}},
+            "--goal loss --batch.micro 8 --batch.accumulation 2",
+        ),
         ({}, ""),
     ],
 )

@@ -15,14 +15,12 @@ from rich.console import Console
 
 from mmray import cli
 from mmray.cli.args import command
-from mmray.cli.evaluate import parse_evaluate
 from mmray.cli.train import _print_next_commands
 from mmray.config import CustomModel, Siglip, from_yaml, to_yaml
 from mmray.config.model import KINDS
 from mmray.config.search_space import setting_value
 from mmray.console.reporter import ConsoleReporter
 from mmray.data.text.tokenizer import train_tokenizer
-from mmray.errors import UsageError
 from mmray.version import VERSION
 from tests.checkpoints import save_checkpoint
 from tests.conftest import ROOT
@@ -137,7 +135,7 @@ def test_model_kind_is_selected_by_name(typed, verb):
         (["train", "--batch.micr", "3"], "--batch.micro"),
         (
             ["train", "--train.steps", "3", "--train.epochs", "2"],
-            "give one of steps, samples, epochs",
+            "error: train: give one of steps, samples, epochs (got steps, epochs)",
         ),
         (
             ["train", "--batch.global", "1", "--cluster.workers", "2"],
@@ -286,7 +284,7 @@ def paint(color: str, *, coats: int | str = "auto", reporter: object = None) -> 
 
 
 def test_command_has_arguments_and_help_of_its_function(typed, monkeypatch):
-    @command(paint)
+    @command(paint, name="paint")
     def run(console, **arguments):
         console.log(paint(**arguments, reporter=console))
 
@@ -383,28 +381,33 @@ def test_next_commands_are_quoted_and_evaluate_only_held_out_rows(capsys, scores
     assert capsys.readouterr().out.splitlines() == [*evaluation, exported]
 
 
-def test_evaluation_flags_override_run_settings(tmp_path):
+def test_evaluation_flags_override_run_settings(typed, tmp_path, monkeypatch):
     config = runs.config("none", tmp_path, "one")
     own = config.evaluate.model_copy(update={"limit": 7, "classes": ("cat",)})
     (tmp_path / "config.yaml").write_text(to_yaml(config.model_copy(update={"evaluate": own})))
-    words = [
-        str(tmp_path),
-        "--evaluate.classes",
-        "fox",
-        "dog",
-        "--evaluate.batch",
-        "3",
-        "--workers=1",
-    ]
-    arguments = parse_evaluate(words)
-    assert arguments["workers"] == 1 and arguments["accelerator"] is None
-    assert arguments["evaluate"] == own.outside_run(None).model_copy(
-        update={"classes": ("fox", "dog"), "batch": 3}
+    received = {}
+
+    def evaluate_model(*_, **arguments):
+        received.update(arguments)
+        return {"loss": 1.0}
+
+    monkeypatch.setattr("mmray.training.evaluate_export.evaluate_model", evaluate_model)
+
+    def settings(*words):
+        assert typed("evaluate", str(tmp_path), *words)[0] == 0
+        return received["settings"]
+
+    saved = own.outside_run(None)
+    assert settings() == saved and saved.limit == 7
+    words = ["--evaluate.classes", "fox", "dog", "--evaluate.batch", "3", "--workers=1"]
+    assert settings(*words) == saved.replace(classes=("fox", "dog"), batch=3)
+    assert received["workers"] == 1 and received["accelerator"] is None
+    # The default of the class is a value too.
+    assert settings("--evaluate.classes").classes == ()
+    assert settings("--evaluate.loss-batch=9", "--evaluate.num_generations", "2") == saved.replace(
+        loss_batch=9, num_generations=2
     )
-    assert parse_evaluate([str(tmp_path)])["evaluate"] == own.outside_run(None)
-    assert own.outside_run(None).limit == 7
-    other = [str(tmp_path), "--data", "other"]
-    assert parse_evaluate(other)["evaluate"] == own.outside_run(None).replace(limit=None)
-    assert parse_evaluate([*other, "--evaluate.limit", "9"])["evaluate"].limit == 9
-    with pytest.raises(UsageError, match=r"--workers: must be above 0 \(got 0\)"):
-        parse_evaluate([str(tmp_path), "--workers", "0"])
+    assert settings("--data", "other") == saved.replace(limit=None)
+    assert settings("--data", "other", "--evaluate.limit", "9").limit == 9
+    code, _, err = typed("evaluate", str(tmp_path), "--workers", "0")
+    assert code == 2 and "--workers: must be above 0 (got 0)" in err

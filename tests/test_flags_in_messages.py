@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import tyro
 
-from mmray.cli.args import REGISTRY
+from mmray.cli.args import REGISTRY, STYLE
 from mmray.cli.completion import parsers
-from mmray.cli.evaluate import evaluate_weights
-from mmray.config import Clip, Config, recipes
+from mmray.cli.evaluate import evaluate
+from mmray.cli.lines import Line
+from mmray.cli.train import train
+from mmray.config import Clip, recipes
 
 PACKAGE = Path(__file__).parent.parent / "mmray"
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9.-]*[a-z0-9]")
@@ -37,9 +39,8 @@ OTHER = {
 }
 
 
-def flags(command, **options):
-    config = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
-    parser = tyro.extras.get_parser(command, config=config, registry=REGISTRY, **options)
+def flags(command):
+    parser = tyro.extras.get_parser(command, config=STYLE, registry=REGISTRY)
     return {flag for action in parser._actions for flag in action.option_strings}
 
 
@@ -50,11 +51,12 @@ def flags_of():
     configs = [recipe() for recipe in recipes.RECIPES.values()]
     by_kind = {type(config.model): config for config in configs}
     out["train"] = {
-        flag.replace("--settings.", "--")
+        flag
         for config in by_kind.values()
-        for flag in flags(Config, default=config)
+        for flag in flags(train.parser(train.read([config.recipe])))
     }
-    out["evaluate"] |= flags(evaluate_weights.parameters(model=Clip())) | out["export"]
+    weights = Line((), {"run": None, "flags": set()}, {"model": Clip()})
+    out["evaluate"] |= flags(evaluate.parser(weights)) | out["export"]
     return out
 
 

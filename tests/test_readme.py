@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mmray
-from mmray.cli.args import parse_config
+from mmray.cli.train import train
 from mmray.config.recipes import RECIPES
 from mmray.models.build import build
 from mmray.models.export.export import export
@@ -42,7 +42,7 @@ def own_model_flags():
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_documented_train_commands_parse(words):
-    config, _ = parse_config([word for word in words if not word.endswith(".yaml")], "train")
+    config = train.parse([word for word in words if not word.endswith(".yaml")])["settings"]
     assert config.recipe in RECIPES
 
 
@@ -66,7 +66,7 @@ def test_example_model_trains_evaluates_and_exports(tmp_path, monkeypatch):
     (tmp_path / "my_pkg.py").write_text(EXAMPLE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_pkg", raising=False)  # of another test
-    config, _ = parse_config(own_model_flags(), "train")
+    config = train.parse(own_model_flags())["settings"]
     spec = config.model.model_copy(
         update={"inputs": runs.config("made", tmp_path, "run").model.inputs}
     )

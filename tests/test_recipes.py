@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmray.bench.step import Bench, build_bench
-from mmray.cli.args import parse_config
+from mmray.cli.train import train
 from mmray.config import Augment, Batch, Config, Train, recipes, to_yaml
 from mmray.config.search_space import override_settings
 from mmray.engine.batch import BatchShape, resolve_batch_shape
@@ -111,7 +111,7 @@ def test_accumulation_replaces_the_automatic_micro_batch_of_a_recipe(tmp_path):
     (tmp_path / "mine.yaml").write_text("recipe: clip\nbatch: {accumulation: 4}\n")
     for config in (
         recipes.load(str(tmp_path / "mine.yaml")),
-        parse_config(["clip", "--batch.accumulation", "4"], "train")[0],
+        train.parse(["clip", "--batch.accumulation", "4"])["settings"],
     ):
         assert resolve_batch_shape(config.batch, 2) == BatchShape(1024, 128, 2)
 

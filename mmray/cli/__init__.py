@@ -35,25 +35,25 @@ from mmray.errors import INTERRUPTED, ForceExit, MmrayError, ResourceError, Usag
 from mmray.machine import process_age_s, torchrun_world_size
 from mmray.version import VERSION
 
-_FUNCTIONS = (
-    train,
-    prepare,
-    score,
-    select,
-    show,
-    tune,
-    evaluate,
-    export,
-    report,
-    runs,
-    bench,
-    doctor,
-    submit,
-    status,
-    logs,
-)
 COMMANDS: dict[str, Callable[[Sequence[str], ConsoleReporter], int]] = {
-    each.__name__: each for each in _FUNCTIONS
+    each.__name__: each
+    for each in (
+        train,
+        prepare,
+        score,
+        select,
+        show,
+        tune,
+        evaluate,
+        export,
+        report,
+        runs,
+        bench,
+        doctor,
+        submit,
+        status,
+        logs,
+    )
 }
 
 

@@ -8,37 +8,23 @@ from operator import or_
 from typing import Annotated, Any, NoReturn
 
 import tyro
-from tyro.conf import arg, subcommand
+from tyro.conf import subcommand
 
 from mmray.cli import COMMANDS
 from mmray.cli.args import REGISTRY, STYLE, Command
 from mmray.cli.bench import BENCHES
-from mmray.cli.evaluate import evaluate_run
-from mmray.cli.export import export_run
-from mmray.cli.submit import submit_words
-from mmray.cli.tune import tune_recipe
-from mmray.config import Config, recipes
-
-SAMPLE = recipes.sample()
-
-
-def _train(settings: Annotated[Config, arg(name="")] = SAMPLE) -> None:
-    """Train a recipe."""
 
 
 def parsers() -> dict[str, Any]:
     """Return what tyro parses for each command, by name."""
-    listed = [each for each in COMMANDS.values() if isinstance(each, Command)]
-    listed += [evaluate_run, export_run, submit_words]
     benches = [
-        Annotated[Any, subcommand(name, constructor=each.parameters())]
+        Annotated[Any, subcommand(name, constructor=each.parser(each.read(())))]
         for name, each in BENCHES.items()
     ]
+    commands = [each for each in COMMANDS.values() if isinstance(each, Command)]
     return {
-        "train": _train,
-        "tune": tune_recipe.parameters(settings=SAMPLE),
         "bench": reduce(or_, benches),
-        **{each.__name__: each.parameters() for each in listed},
+        **{each.__name__: each.parser(each.read(())) for each in commands},
     }
 
 

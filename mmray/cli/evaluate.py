@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from tyro.conf import arg
 
 from mmray import api
-from mmray.cli.args import JsonFile, command, flag_values, write_json
+from mmray.cli.args import JsonFile, command, write_json
+from mmray.cli.lines import Line, flag_names, read_weights
 from mmray.config import Config, EvalSettings
 from mmray.config.model import AnyModel
 from mmray.console.reporter import ConsoleReporter
@@ -23,66 +25,32 @@ Settings = Annotated[EvalSettings, arg(help=SETTINGS_HELP)]
 DEFAULTS = EvalSettings()
 
 
-def evaluate(argv: Sequence[str], console: ConsoleReporter) -> int:
-    """Evaluate a checkpoint of a run, or pretrained weights; print the metrics."""
-    if weights := flag_values("--weights", argv):
-        from mmray.training.evaluate_export import pretrained_config
-
-        config = pretrained_config(weights[-1])
-        saved = config.evaluate.outside_run("")
-        given = evaluate_weights.parse(argv, model=config.model, evaluate=saved)
-        return evaluate_weights.run(console, config, **given) or 0
-    return evaluate_run.run(console, **parse_evaluate(argv)) or 0
+def read_line(words: Sequence[str]) -> Line:
+    """Read a line, with the names of its flags."""
+    line = read_weights(words)
+    return replace(line, given=line.given | {"flags": flag_names(words)})
 
 
-def parse_evaluate(argv: Sequence[str]) -> dict[str, Any]:
-    """Parse `mmray evaluate RUN ...`, with the evaluation settings of the run as defaults.
-
-    Raises:
-        UsageError: RUN is not a run, or an argument is invalid.
-        SystemExit: --help is given, or a flag is unknown or has a value of a wrong type.
-    """
-    first = evaluate_run.parse(argv)
-    from mmray.storage.paths import to_path
-    from mmray.training.evaluate_export import load_run_config
-
-    saved = load_run_config(to_path(first["run"])).evaluate.outside_run(first["data"])
-    arguments = evaluate_run.parse(argv, evaluate=saved)
-    require_positive(workers=arguments["workers"])
-    return arguments
-
-
-@command(api.evaluate)
-def evaluate_run(
+@command(api.evaluate, read_line)
+def evaluate(
     console: ConsoleReporter,
-    *,
-    evaluate: Settings = DEFAULTS,
-    json: JsonFile = None,
-    **arguments: Any,
-) -> None:
-    """Evaluate a run; print the metrics."""
-    _show(api.evaluate(**arguments, reporter=console, **dict(evaluate)), json, console)
-
-
-def _show(metrics: dict[str, float], json_file: str | None, console: ConsoleReporter) -> None:
-    console.print(*scores_tables(metrics))
-    write_json(json_file, {"metrics": metrics})
-
-
-@command(api.evaluate, "evaluate")
-def evaluate_weights(
-    console: ConsoleReporter,
-    run: Config,
-    *,
+    run: api.ModelPath,
     weights: str,
-    model: AnyModel,
+    model: AnyModel | None,
+    flags: set[str],
     evaluate: Settings = DEFAULTS,
     json: JsonFile = None,
     **arguments: Any,
 ) -> None:
-    """Evaluate pretrained weights with changed settings; print the metrics."""
+    """Evaluate a checkpoint of a run, or pretrained weights; print the metrics."""
     require_positive(workers=arguments["workers"])
-    if arguments["data"] is None:
-        raise UsageError("--weights needs --data: a prepared set or a raw source to evaluate on")
-    changed = run.replace(model=model)
-    _show(api.evaluate(changed, **arguments, reporter=console, **dict(evaluate)), json, console)
+    if isinstance(run, Config):
+        if arguments["data"] is None:
+            raise UsageError(
+                "--weights needs --data: a prepared set or a raw source to evaluate on"
+            )
+        run = run.replace(model=model)
+    changed = {name: value for name, value in dict(evaluate).items() if f"evaluate.{name}" in flags}
+    metrics = api.evaluate(run, **arguments, reporter=console, **changed)
+    console.print(*scores_tables(metrics))
+    write_json(json, {"metrics": metrics})

@@ -4,11 +4,11 @@ transformers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from mmray import api
-from mmray.cli.args import command, flag_values
+from mmray.cli.args import command
+from mmray.cli.lines import read_weights
 from mmray.config import Config
 from mmray.config.model import AnyModel
 from mmray.console.reporter import ConsoleReporter, relative_paths
@@ -16,43 +16,23 @@ from mmray.errors import UsageError
 from mmray.storage.paths import AnyPath
 
 
-def export(argv: Sequence[str], console: ConsoleReporter) -> int:
-    """Write the model of a run, or pretrained weights, to a folder for mmray.load or transformers.
-
-    Args:
-        argv: arguments after the command, such as `["runs/clip", "exported/clip"]`.
-        console: receives messages and progress.
-    """
-    if weights := flag_values("--weights", argv):
-        from mmray.training.evaluate_export import pretrained_config
-
-        config = pretrained_config(weights[-1])
-        arguments = export_weights.parse(argv, out="", model=config.model)
-        if not arguments["out"]:
-            raise UsageError("mmray export --weights FILE OUT: the folder OUT is missing")
-        return export_weights.run(console, config, **arguments) or 0
-    return export_run(argv, console)
-
-
-@command(api.export)
-def export_run(console: ConsoleReporter, **arguments: Any) -> None:
-    """Export a run, and print how to load it."""
-    _print_exported(api.export(**arguments, reporter=console), console)
-
-
-@command(api.export, "export")
-def export_weights(
+@command(api.export, read_weights)
+def export(
     console: ConsoleReporter,
-    run: Config,
-    *,
+    run: api.ModelPath,
     weights: str,
     out: api.OutPath,
-    model: AnyModel,
+    model: AnyModel | None,
     **arguments: Any,
 ) -> None:
-    """Export pretrained weights with changed settings, and print how to load them."""
-    changed = run.replace(model=model)
-    _print_exported(api.export(changed, out, **arguments, reporter=console), console)
+    """Write the model of a run, or pretrained weights, to a folder for mmray.load or
+    transformers.
+    """
+    if not out:
+        raise UsageError("mmray export --weights FILE OUT: the folder OUT is missing")
+    if isinstance(run, Config):
+        run = run.replace(model=model)
+    _print_exported(api.export(run, out, **arguments, reporter=console), console)
 
 
 def _print_exported(out: AnyPath, console: ConsoleReporter) -> None:

@@ -25,7 +25,6 @@ def prepare(
     settings: OmitArgPrefixes[Prepare] = DEFAULTS,
     **arguments: Any,
 ) -> None:
-    """Prepare a set and print how to train on it."""
     manifest = api.prepare(**arguments, reporter=console, **dict(settings))
     console.log(_train_command(arguments["out"], manifest), "next")
 

@@ -12,7 +12,6 @@ from mmray.console.reporter import ConsoleReporter, shell_path
 
 @command(api.score)
 def score(console: ConsoleReporter, **arguments: Any) -> None:
-    """Write the column, and print how to use it."""
     manifest = api.score(**arguments, reporter=console)
     newest = list(manifest.columns)[-1]
     train = "mmray train"

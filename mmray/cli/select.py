@@ -11,6 +11,5 @@ from mmray.console.reporter import ConsoleReporter, shell_path
 
 @command(api.select)
 def select(console: ConsoleReporter, **arguments: Any) -> None:
-    """Write the set, and print how to train on it."""
     api.select(**arguments, reporter=console)
     console.log(f"mmray train --data.train {shell_path(arguments['out'])}", "next")

@@ -14,6 +14,5 @@ MAX_LINES = 8  # rows in the terminal; the page has all
 
 @command(api.show)
 def show(console: ConsoleReporter, **arguments: Any) -> None:
-    """Write the page, and print a table of some of its rows."""
     record = api.show(**arguments, reporter=console)
     console.print(text_table(record.table[:MAX_LINES]))

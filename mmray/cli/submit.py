@@ -10,43 +10,48 @@ from typing import Annotated, Any
 from tyro.conf import arg
 
 from mmray.cli.args import JsonList, RunPath, command, show_rows
+from mmray.cli.lines import Line
 from mmray.console.reporter import ConsoleReporter
 from mmray.errors import UsageError
 
 NOT_SUBMITTED = ("submit", "status", "logs")
+DESCRIPTION = """\
+Run a command of mmray as a job: `mmray submit [--address A] [--detach] train clip ...`.
+
+The tracked files of the working directory are uploaded. The log is followed, and the exit code is
+that of the command. Ctrl-C stops the job at a checkpoint; the same line resumes it."""
 Address = Annotated[
     str | None,
     arg(help="Address of the dashboard, http://HEAD:8265; None: RAY_API_SERVER_ADDRESS."),
 ]
 
 
-def submit(argv: Sequence[str], console: ConsoleReporter) -> int:
-    """Run a command as a job of a cluster, and show its log."""
+def read_line(words: Sequence[str]) -> Line:
+    """Split a line before the command that it submits."""
+    names = _submitted_names()
+    start = next((index for index, word in enumerate(words) if word in names), len(words))
+    return Line(words[:start], {"words": list(words[start:])}, description=DESCRIPTION)
+
+
+def _submitted_names() -> list[str]:
     from mmray.cli import COMMANDS  # which imports this module
 
-    names = [name for name in COMMANDS if name not in NOT_SUBMITTED]
-    words = list(argv)
-    start = next((index for index, word in enumerate(words) if word in names), len(words))
-    options = submit_words.parse(words[:start])
-    if start == len(words):
-        raise UsageError(f"mmray submit: give a command, one of {', '.join(names)}")
-    return submit_words.run(console, words[start:], **options) or 0
+    return [name for name in COMMANDS if name not in NOT_SUBMITTED]
 
 
-@command(name="submit")
-def submit_words(
-    console: ConsoleReporter, words: list[str], *, address: Address = None, detach: bool = False
+@command(read=read_line)
+def submit(
+    console: ConsoleReporter, words: list[str], address: Address = None, detach: bool = False
 ) -> int:
-    """Run a command of mmray as a job: `mmray submit [--address A] [--detach] train clip ...`.
-
-    The tracked files of the working directory are uploaded. The log is followed, and the exit code
-    is that of the command. Ctrl-C stops the job at a checkpoint; the same line resumes it.
+    """Run a command as a job of a cluster, and show its log.
 
     Args:
         console: receives messages.
         words: the command and its arguments.
         detach: return when the job is submitted; `mmray logs JOB` follows it.
     """
+    if not words:
+        raise UsageError(f"mmray submit: give a command, one of {', '.join(_submitted_names())}")
     from mmray.cluster import jobs  # importing Ray's client takes a second
 
     if untracked := jobs.untracked_modules(Path.cwd()):

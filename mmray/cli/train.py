@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from mmray import api
-from mmray.cli.args import parse_config
-from mmray.config import to_yaml
+from mmray.cli.args import command
+from mmray.cli.lines import RecipeSettings, read_recipe
+from mmray.config import Config, recipes, to_yaml
 from mmray.console.reporter import ConsoleReporter, shell_path
 from mmray.console.tables import scores_tables
 from mmray.errors import INTERRUPTED
 from mmray.version import VERSION
 
+DESCRIPTION = (
+    "Train the recipe `{name}`; the defaults below are the recipe's values. Recipes: "
+    f"{', '.join(recipes.RECIPES)}, or a YAML file. --print-config prints the settings and exits."
+)
 
-def train(argv: Sequence[str], console: ConsoleReporter) -> int:
+
+@command(read=partial(read_recipe, description=DESCRIPTION))
+def train(
+    console: ConsoleReporter, recipe: Config, settings: RecipeSettings, print_config: bool
+) -> int:
     """Train a recipe with some settings changed, or resume its run, and print the scores.
 
     With --print-config it prints the settings as YAML instead.
     """
-    config, print_config = parse_config(argv, "train")
     if print_config:
-        console.print_raw(to_yaml(config).rstrip())
+        console.print_raw(to_yaml(settings).rstrip())
         return 0
-    console.log(f"mmray {VERSION}, recipe {config.recipe}")
-    run = api.train(config, reporter=console, start_s=console.start_s)
+    console.log(f"mmray {VERSION}, recipe {settings.recipe}")
+    run = api.train(settings, reporter=console, start_s=console.start_s)
     result = run.result
     if result["status"] == "finished" and result["scores"]:
         console.print(*scores_tables(result["scores"]))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, cast
 
 from tyro.conf import UseAppendAction, arg
 
 from mmray import api
-from mmray.cli.args import command, load_recipe, parse_args, split_args
+from mmray.cli.args import command
+from mmray.cli.lines import RecipeSettings, read_recipe
 from mmray.config import LENGTHS, Config, to_yaml
 from mmray.console.reporter import ConsoleReporter, shell_path
 from mmray.console.sweep import trials_table
@@ -16,7 +17,7 @@ from mmray.errors import INTERRUPTED
 from mmray.report.sweep import SweepRecord
 from mmray.version import VERSION
 
-DESCRIPTION = """
+DESCRIPTION = """\
 Find the fastest batch shape (micro x accumulation x workers) of the recipe `{name}` from a few
 measured steps on synthetic batches, and write it as a recipe file:
 
@@ -34,41 +35,28 @@ continues with four times the samples. A full trial has --train.samples N, defau
 the recipe. For throughput it has --train.steps N of the largest global batch (default 40). If
 micro-batch and accumulation are searched, the global batch is micro x accumulation x workers;
 otherwise accumulation follows from --batch.global, so search batch.micro with it.
---print-config prints the base settings of the trials and exits.
-"""
+--print-config prints the base settings of the trials and exits."""
 SPACE = "SETTING=V1,V2,... or =uniform(LOW,HIGH) or =loguniform(LOW,HIGH); default: the rate."
 
 
-def tune(argv: Sequence[str], console: ConsoleReporter) -> int:
-    """Find the fastest micro-batch, or compare settings in trials (short runs), and print the best
-    one.
-    """
-    name, rest, print_config = split_args(argv)
-    recipe = load_recipe(name, rest)
-    settings = recipe.without_overridden_length_and_batch(LENGTHS)
-    parser = tune_recipe.parameters(settings=settings)
-    description = DESCRIPTION.strip().format(name=name)
-    arguments = parse_args(parser, rest, f"mmray tune {name}", description=description)
-    if print_config:
-        settings = arguments["settings"]
-        base = settings.replace(train=settings.train.with_length_of(recipe.train))
-        console.print_raw(to_yaml(base).rstrip())
-        return 0
-    return tune_recipe.run(console, recipe, **arguments) or 0
-
-
-@command(api.tune)
-def tune_recipe(
+@command(api.tune, partial(read_recipe, description=DESCRIPTION, overridden=LENGTHS))
+def tune(
     console: ConsoleReporter,
     recipe: Config,
-    *,
-    settings: Annotated[Config, arg(name="")],
+    settings: RecipeSettings,
+    print_config: bool,
     space: Annotated[UseAppendAction[tuple[str, ...]], arg(help=SPACE)] = (),
     **options: Any,
 ) -> int:
-    """Tune a recipe with changed settings, and print the best one."""
+    """Find the fastest micro-batch, or compare settings in trials (short runs), and print the best
+    one.
+    """
     from mmray.config import search_space
 
+    if print_config:
+        base = settings.replace(train=settings.train.with_length_of(recipe.train))
+        console.print_raw(to_yaml(base).rstrip())
+        return 0
     sections = {section: getattr(settings, section) for section in api.Sections.__annotations__}
     console.log(f"mmray {VERSION}, tune recipe {recipe.recipe}")
     sweep = api.tune(

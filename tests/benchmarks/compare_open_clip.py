@@ -35,7 +35,7 @@ from torch import Tensor
 
 from mmray import objectives
 from mmray.bench import results, synthetic_images
-from mmray.cli.args import parse_config
+from mmray.cli.train import train as train_command
 from mmray.engine.collectives import Group
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.run_state import TrainState
@@ -256,7 +256,7 @@ def mmray_gradients(
     args: argparse.Namespace, work: Path, image: Tensor, ids: Tensor, rows: int
 ) -> dict[str, Any]:
     """Gradients of mmray's training step in micro-batches of `rows`."""
-    config, group = parse_config(train_flags(args, work), "train")[0], Group()
+    config, group = train_command.parse(train_flags(args, work))["settings"], Group()
     net = build(config.model, VOCAB_SIZE).double()
     objective = objectives.build(config.objective)
     train = config.train.model_copy(update={"precision": "fp32"})

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from mmray.cli.args import parse_config
+from mmray.cli.train import train
 from mmray.engine.collectives import Group
 from tests.conftest import ROOT
 from tests.engine import optimizer_ranks, toy
@@ -48,7 +48,7 @@ def single(folder, tmp_path, monkeypatch):
 
 
 def test_documented_command_names_the_example():
-    config, _ = parse_config(shlex.split(COMMAND), "train")
+    config = train.parse(shlex.split(COMMAND))["settings"]
     own = config.optimizer
     assert {"kind": own.kind, "settings": own.settings.keys(), "schedule": own.schedule} == {
         "kind": optimizer_ranks.OWN["kind"],

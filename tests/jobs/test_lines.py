@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmray.cli import COMMANDS
-from mmray.cli.args import parse_config
+from mmray.cli.train import train
 
 ROOT = Path(__file__).parents[2]
 JOBS = sorted((ROOT / "jobs").glob("*.py"))
@@ -31,7 +31,7 @@ def test_each_job_documents_its_submit_command(job):
     assert words[:7] == ["ray", "job", "submit", "--working-dir", ".", "--", "python"]
     assert words[7] == f"jobs/{job}.py"
     if job == "train":
-        config, _ = parse_config(words[8:], job)
+        config = train.parse(words[8:])["settings"]
         assert config.run.storage == "/shared/runs"
     assert f'main(["{job}", *sys.argv[1:]])' in (ROOT / "jobs" / f"{job}.py").read_text()
 

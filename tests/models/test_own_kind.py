@@ -9,7 +9,7 @@ import torch
 import mmray
 from mmray import objectives
 from mmray.builtin import KINDS, OBJECTIVES, ModelKind
-from mmray.cli.args import parse_config
+from mmray.cli.train import train
 from mmray.config import from_yaml, model_section, to_yaml
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.models.build import build
@@ -29,7 +29,7 @@ def pixel_means(monkeypatch):
 
 def test_added_kind_has_settings_flags_and_checks(pixel_means):
     flags = ["sample", "--model.kind", "pixel_means", "--model.embed-dim", "8"]
-    config, _ = parse_config(flags, "train")
+    config = train.parse(flags)["settings"]
     assert config.model.embed_dim == 8 and unsupported_reasons(config) == []
     assert from_yaml(to_yaml(config), "run.yaml") == config
     matching = config.replace(objective=config.objective.replace(kind="matching"))
@@ -37,7 +37,7 @@ def test_added_kind_has_settings_flags_and_checks(pixel_means):
 
 
 def test_added_kind_is_trained_and_exported(pixel_means, tmp_path):
-    config, _ = parse_config(["sample", "--model.kind", "pixel_means"], "train")
+    config = train.parse(["sample", "--model.kind", "pixel_means"])["settings"]
     tokenizer_json = train_tokenizer(CAPTIONS, 60)
     model = build(config.model, 60)
     batch = synthetic_batch(config.model.inputs, 60, 4, "cpu")

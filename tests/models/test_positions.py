@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 import mmray
-from mmray.cli.args import parse_config
+from mmray.cli.train import train
 from mmray.config import (
     Clip,
     ClipImage,
@@ -151,17 +151,17 @@ def test_weights_on_the_command_line_define_inputs_that_are_not_given(tmp_path: 
     """In a recipe file too, where its own inputs win."""
     out = exported(SPECS["clip"], tmp_path / "first")
     flags = ["--model.weights", out]
-    config, _ = parse_config(["clip", *flags], "train")
+    config = train.parse(["clip", *flags])["settings"]
     inputs = config.model.inputs
     assert (inputs.image_side, inputs.max_tokens, inputs.fit) == (32, 10, "squash")
     assert inputs.mean == INPUTS.mean and inputs.tokenizer == f"{out}/tokenizer.json"
-    config, _ = parse_config(["clip", *flags, "--model.inputs.image-side", "48"], "train")
+    config = train.parse(["clip", *flags, "--model.inputs.image-side", "48"])["settings"]
     assert config.model.inputs.replace(image_side=32) == inputs
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"recipe: clip\nmodel: {{weights: {out}, inputs: {{max_tokens: 7}}}}\n")
-    config, _ = parse_config([str(recipe)], "train")
+    config = train.parse([str(recipe)])["settings"]
     assert config.model.inputs == inputs.replace(max_tokens=7)
-    assert parse_config(["siglip", *flags], "train")[0].model.inputs.image_side == 224
+    assert train.parse(["siglip", *flags])["settings"].model.inputs.image_side == 224
 
 
 def test_smooth_positions_stay_smooth() -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 import mmray
-from mmray.cli.args import parse_config
+from mmray.cli.train import train
 from mmray.config import Config
 from tests.engine.single_worker import run_config
 from tests.made import CAPTIONS, make_set, row
@@ -25,7 +25,7 @@ SHARED = """--batch.micro 4 --batch.global 8 --train.steps 2 --train.precision f
 
 def config_of(*flags: str) -> Config:
     words = [word for text in (*flags, SHARED) for word in text.split()]
-    return parse_config(words, "mmray train")[0]
+    return train.parse(words)["settings"]
 
 
 def test_export_of_a_continued_export_opens_in_transformers(tmp_path: Path) -> None:

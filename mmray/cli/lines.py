@@ -1,0 +1,145 @@
+"""What a command line defines before its flags are parsed: the recipe, or pretrained weights, whose
+settings are the defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from tyro.conf import arg
+
+from mmray.builtin import KINDS
+from mmray.config import Config, recipes
+
+RecipeSettings = Annotated[Config, arg(name="")]
+
+
+@dataclass(frozen=True)
+class Line:
+    """The words of a command line, and what they define before the flags are parsed.
+
+    Args:
+        words: words to parse.
+        given: arguments that are no flags of this line.
+        defaults: defaults other than those of the functions.
+        recipe: name of the recipe, for the usage.
+        description: text of --help; None: the docstring of the function.
+    """
+
+    words: Sequence[str] = ()
+    given: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    recipe: str = ""
+    description: str | None = None
+
+
+def read_recipe(words: Sequence[str], description: str, overridden: Collection[str] = ()) -> Line:
+    """Read a line such as `clip --train.steps 10`, with the recipe as the defaults of `settings`.
+
+    Args:
+        words: words after the command.
+        description: text of --help, with `{name}` for the recipe.
+        overridden: settings that are overridden without a flag; those of length and batch that
+            would contradict them, or a flag, have no default.
+
+    Raises:
+        UsageError: the recipe, its kind or its weights cannot be loaded.
+    """
+    rest = list(words)
+    name = "sample"
+    if rest and not rest[0].startswith("-"):
+        name = rest.pop(0)
+    flags = [word for word in rest if word != "--print-config"]
+    recipe = load_recipe(name, flags)
+    settings = recipe.without_overridden_length_and_batch(flag_names(flags) | {*overridden})
+    return Line(
+        flags,
+        {"recipe": recipe, "print_config": flags != rest},
+        {"settings": settings},
+        name,
+        description.format(name=name),
+    )
+
+
+def read_weights(words: Sequence[str]) -> Line:
+    """Read a line of a command of a run, or with `--weights` of pretrained weights, whose settings
+    are the defaults.
+
+    Raises:
+        UsageError: the weights are unknown or cannot be read.
+    """
+    weights = flag_values("--weights", words)
+    if not weights:
+        return Line(words, {"weights": "", "model": None})
+    from mmray.training.evaluate_export import pretrained_config
+
+    config = pretrained_config(weights[-1])
+    defaults = {"model": config.model, "evaluate": config.evaluate.outside_run(""), "out": ""}
+    return Line(words, {"run": config}, defaults)
+
+
+def flag_values(flag: str, words: Sequence[str]) -> list[str]:
+    """Return the values of one flag before the flags are parsed."""
+    values = []
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        name, equals, value = word.partition("=")
+        if name == flag and (equals or following):
+            values.append(value if equals else following)
+    return values
+
+
+def flag_names(words: Sequence[str]) -> set[str]:
+    """Return the settings that have a flag, such as `evaluate.loss_batch`."""
+    return {
+        word.removeprefix("--").partition("=")[0].replace("-", "_")
+        for word in words
+        if word.startswith("--")
+    }
+
+
+def load_recipe(name: str, words: Sequence[str]) -> Config:
+    """Return the recipe with the defaults that depend on `--model.kind` and `--model.weights`.
+
+    `--model.kind` determines which flags of `--model` exist. Weights on the local disk, given as a
+    flag or in the recipe file, define image size, preprocessing and tokenizer of a `clip` or
+    `siglip` model; inputs in the recipe file take precedence. Other flags are not applied.
+
+    Args:
+        name: name of a built-in recipe, or a YAML file.
+        words: arguments of the command after the recipe, such as `["--model.kind", "siglip"]`.
+
+    Raises:
+        UsageError: the recipe, its kind or its weights cannot be loaded.
+    """
+    recipe = recipes.load(name)
+    kinds = flag_values("--model.kind", words)
+    if kinds:
+        recipe = recipe.with_model_kind(kinds[-1])
+    model = _model_of_file(name)
+    weights = flag_values("--model.weights", words) or [str(model.get("weights", "none"))]
+    kind = KINDS.get(recipe.model.kind)
+    # The weights of a kind of transformers define the preprocessing.
+    if kind is not None and kind.hf_type and Path(weights[-1]).expanduser().exists():
+        # It imports transformers.
+        from mmray.models.pretrained import pretrained_settings
+
+        settings = pretrained_settings(weights[-1])
+        if settings["kind"] == recipe.model.kind:
+            given = model.get("inputs", {})
+            own = {key: value for key, value in settings["inputs"].items() if key not in given}
+            inputs = recipe.model.inputs.replace(**own)
+            recipe = recipe.replace(model=recipe.model.replace(inputs=inputs))
+    return recipe
+
+
+def _model_of_file(name: str) -> dict[str, Any]:
+    """Return the section `model` of a recipe file, {} for a built-in recipe."""
+    if Path(name).suffix not in (".yaml", ".yml"):
+        return {}
+    values = yaml.safe_load(Path(name).read_bytes())  # recipes.load has checked it
+    return dict((values or {}).get("model") or {})
