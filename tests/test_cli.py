@@ -371,6 +371,12 @@ def test_completion_script_completes_commands_flags_and_values(tmp_path):
         assert completed.stdout.split() == [expected], (words, completed)
 
 
+def test_completion_of_tcsh_names_the_package_that_it_needs(typed, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    code, _, err = typed("--tyro-print-completion", "tcsh")
+    assert code == 2 and "pip install shtab" in " ".join(err.split())
+
+
 @pytest.mark.parametrize("scores", [{}, {"loss": 1.0}])
 def test_next_commands_are_quoted_and_evaluate_only_held_out_rows(capsys, scores):
     run = SimpleNamespace(path=Path("/data/my runs/a b"))

@@ -13,6 +13,7 @@ from tyro.conf import subcommand
 from mmray.cli import COMMANDS
 from mmray.cli.args import REGISTRY, STYLE, Command
 from mmray.cli.bench import BENCHES
+from mmray.errors import UsageError
 
 
 def parsers() -> dict[str, Any]:
@@ -36,12 +37,16 @@ def print_completion(argv: Sequence[str]) -> NoReturn:
 
     Raises:
         SystemExit: always.
+        UsageError: the shell needs a package that is not installed.
     """
-    tyro.extras.subcommand_cli_from_dict(
-        parsers(),
-        prog="mmray",
-        args=list(argv),
-        config=(*STYLE, tyro.conf.OmitSubcommandPrefixes),
-        registry=REGISTRY,
-    )
+    try:
+        tyro.extras.subcommand_cli_from_dict(
+            parsers(),
+            prog="mmray",
+            args=list(argv),
+            config=(*STYLE, tyro.conf.OmitSubcommandPrefixes),
+            registry=REGISTRY,
+        )
+    except ImportError as error:  # shtab, for tcsh
+        raise UsageError(str(error)) from None
     raise SystemExit(0)
