@@ -73,6 +73,9 @@ def peft_steps(model: Any, folder: Any, start: dict[str, torch.Tensor], **option
 
     processor = AutoProcessor.from_pretrained(folder)
     net = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32, **options)
+    for layer in net.modules():  # bitsandbytes packs no layers as small as these for AVX-512
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
     targets = [name.partition(".lora_A")[0] for name in start if ".lora_A" in name]
     theirs: Any = get_peft_model(net, LoraConfig(r=2, lora_alpha=16, target_modules=targets))
     weights = dict(theirs.named_parameters())
