@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def torchao() -> None:
-    pytest.importorskip("torchao")
+def torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of values in float8 are computed in float32: CPUs have slow kernels for float8."""
+    settings = pytest.importorskip("torchao.float8").Float8LinearConfig
+    from_name = settings.from_recipe_name
+
+    def emulated(name: str) -> Any:
+        return replace(from_name(name), emulate=True)
+
+    monkeypatch.setattr(settings, "from_recipe_name", staticmethod(emulated))
 
 
 def model_of(spec: Any = SPEC, notes: list[str] | None = None, **settings: Any) -> nn.Module:
