@@ -58,6 +58,16 @@ def build_decoder(
     return decoder
 
 
+def left_out_decoder(spec: Any) -> str | None:
+    """Return a line for the console if `model.weights` has a decoder that the model has not."""
+    if spec.decoder.depth or not (Path(spec.weights).expanduser() / DECODER_FILE).exists():
+        return None
+    return (
+        f"the decoder of captions in {spec.weights} is left out; --model.decoder.depth with the "
+        "depth in its config.json keeps it"
+    )
+
+
 class CaptionDecoder(nn.Module):
     """Causal self-attention over the tokens of a caption, and cross-attention to the positions of
     an image. The output layer has the weights of the token embedding.

@@ -21,7 +21,7 @@ from mmray.data.images.patches import takes_patches
 from mmray.data.stream.collate import Batch
 from mmray.errors import UsageError
 from mmray.models import open_clip
-from mmray.models.caption_decoder import CaptionDecoder, build_decoder
+from mmray.models.caption_decoder import CaptionDecoder, build_decoder, left_out_decoder
 from mmray.models.encoders.positions import lengthen_text_model, resize_vision_model
 from mmray.models.pixels import NaflexEmbeddings, PatchEmbeddings, residual_stream
 from mmray.models.protocol import PRETRAINED, Encoded, Model, Outputs, WeightSource
@@ -184,7 +184,7 @@ class PretrainedDualEncoder(DualEncoder):
         default_hf_config: Static method of (`model` section, vocabulary size): a config of
             transformers with these sizes.
         text_branch: Static method of (model of transformers, `model` section).
-        build_notes: Lines for the console about interpolated positions.
+        build_notes: Lines for the console about interpolated positions and unused weights.
     """
 
     hf_class: ClassVar[str]
@@ -202,6 +202,7 @@ class PretrainedDualEncoder(DualEncoder):
             ),
         )
         decoder = build_decoder(spec, net.config.vision_config.hidden_size, vocab_size, source)
+        left_out = left_out_decoder(spec) if source.pretrained else None
         image = VisionBranch(
             net.vision_model,
             net.visual_projection if self.hf_class == Clip.hf_class else None,
@@ -210,7 +211,7 @@ class PretrainedDualEncoder(DualEncoder):
             with_features=decoder is not None,
         )
         super().__init__(image, self.text_branch(net, spec), spec, decoder)
-        self.build_notes = tuple(note for note in notes if note is not None)
+        self.build_notes = tuple(note for note in (*notes, left_out) if note is not None)
         self._hf_config: PreTrainedConfig = net.config
         if source.pretrained and spec.weights != "none":
             self.log_scale.data.copy_(net.logit_scale.detach().squeeze())

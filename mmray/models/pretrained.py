@@ -34,11 +34,11 @@ def pretrained_settings(weights: str) -> dict[str, Any]:
             checkpoint file of open_clip.
 
     Returns:
-        `weights`, `kind` (`clip`, `siglip`, `naflex` or `vlm`), `inputs` and, except for `vlm`,
-        `vocab_size` (rows of the token embedding). `inputs` has those of `image_side`, `patch`,
-        `max_patches`, `max_tokens`, `mean`, `std`, `interpolation`, `fit` and `tokenizer` that the
-        weights define, for an export of mmray all settings of its `model.inputs`, and for `vlm`
-        only `max_tokens`.
+        `weights`, `kind` (`clip`, `siglip`, `naflex` or `vlm`), `inputs`, the section `decoder` of
+        an export that has one, and, except for `vlm`, `vocab_size` (rows of the token embedding).
+        `inputs` has those of `image_side`, `patch`, `max_patches`, `max_tokens`, `mean`, `std`,
+        `interpolation`, `fit` and `tokenizer` that the weights define, for an export of mmray all
+        settings of its `model.inputs`, and for `vlm` only `max_tokens`.
 
     Raises:
         UsageError: The weights cannot be read, or define no model of a built-in kind.
@@ -113,9 +113,13 @@ def _hf_settings(weights: str) -> dict[str, Any]:
         positions = config.get_text_config().max_position_embeddings
         return {"kind": "vlm", "inputs": {"max_tokens": min(4096, positions)}}
     kind = kinds[config.model_type]
+    sections = {}
     if EXPORT_MARKER in config.to_dict():
         given = config.model["inputs"]
         inputs = {name: given[name] for name in given if given[name] or name not in REMOVED_INPUTS}
+        decoder = config.model.get("decoder")
+        if decoder is not None and decoder["depth"]:
+            sections["decoder"] = decoder
     else:
         vision = config.vision_config
         if kind == "naflex":
@@ -124,7 +128,8 @@ def _hf_settings(weights: str) -> dict[str, Any]:
             inputs = {"image_side": vision.image_size}
         inputs |= _preprocessing(weights)
         inputs["max_tokens"] = config.text_config.max_position_embeddings
-    return {"kind": kind, "vocab_size": config.text_config.vocab_size, "inputs": inputs}
+    sizes = {"vocab_size": config.text_config.vocab_size, "inputs": inputs}
+    return {"kind": kind} | sizes | sections
 
 
 def _preprocessing(weights: str) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from mmray.errors import UsageError
 from mmray.models.build import build
 from mmray.models.export.export import export
 from mmray.models.export.load import load_images
+from mmray.training.evaluate_export import pretrained_config
 from mmray.training.validate import unsupported_reasons
 from tests.made import noisy
 from tests.models.test_clip import (
@@ -149,6 +150,9 @@ def test_export_captions_its_images_and_opens_in_transformers(
         other = spec.model_copy(update={"weights": str(out), "decoder": DECODER.replace(depth=1)})
         with pytest.raises(UsageError, match=r"its sizes are not those of .*decoder.safetensors"):
             build(other, VOCAB)
+        assert pretrained_config(str(out)).model.decoder == spec.decoder
+        none: Any = build(other.model_copy(update={"decoder": CaptionDecoder()}), VOCAB)
+        assert "the decoder of captions in" in none.build_notes[-1]
         theirs, report = AutoModel.from_pretrained(out, output_loading_info=True)
         assert not any(report.values())
         pixels = load_images([photo()], INPUTS)
