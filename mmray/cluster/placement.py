@@ -4,6 +4,7 @@ README.md).
 
 from __future__ import annotations
 
+import random
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -55,6 +56,8 @@ CONNECT_TIMEOUT_S = 1.0
 FREE_INTERVAL_S = 0.25
 MAX_PROBES = 32
 KILL_TIMEOUT_S = 10.0
+# Neither Ray (10002 to 19999) nor Linux (from 32768) assigns these ports to processes.
+FREE_PORTS = range(20_000, 32_768)
 START_TOLERANCE_S = 2.0  # process start times shift with system clock corrections
 
 
@@ -345,12 +348,21 @@ def run_on_node(node: str, function: Callable[..., Any], *args: object) -> Any:
 
 
 def free_address() -> tuple[str, int]:
-    """Return the IP address by which Ray knows this node, and a free port."""
+    """Return the IP address by which Ray knows this node, and a free port.
+
+    Raises:
+        OSError: No port is free.
+    """
     address = ray.util.get_node_ip_address()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    # Another connection of this node may get a port that Linux assigns before this one is used.
+    candidates = random.SystemRandom().sample(FREE_PORTS, 100)
     with socket.socket(family) as free:
-        free.bind(("", 0))
-        return address, int(free.getsockname()[1])
+        for port in candidates:
+            with suppress(OSError):
+                free.bind(("", port))
+                return address, port
+    raise OSError(f"none of 100 ports between {FREE_PORTS[0]} and {FREE_PORTS[-1]} is free")
 
 
 def actor_states(class_name: str, timeout_s: float = 5.0) -> list[str]:

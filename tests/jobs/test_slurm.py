@@ -174,11 +174,6 @@ def slurm():
             slurm.run("scancel", "--user=root", "--signal=KILL", "--full")
             slurm.run("scancel", "--user=root")
             wait_until(lambda: not slurm.run("squeue", "--noheader"), LIMIT_S, pause_s=0.2)
-    shutil.copytree(
-        folder,
-        dirs_exist_ok=True,
-        ignore=lambda d, names: [n for n in names if n.endswith("socket")],
-    )
     shutil.rmtree(folder)
 
 
