@@ -218,6 +218,11 @@ class PretrainedDualEncoder(DualEncoder):
             if self.logit_bias is not None and self.hf_class != Clip.hf_class:
                 self.logit_bias.data.copy_(net.logit_bias.detach().squeeze())
 
+    @classmethod
+    def model_class(cls) -> Any:
+        """Return the class `hf_class` of transformers, which takes seconds to import."""
+        return load_class(f"transformers:{cls.hf_class}", WEIGHTS_SETTING)
+
     @staticmethod
     def resize_images(vision_model: Any, spec: ClipFamily) -> str | None:
         """Adapt the vision model to the size of the images; return a line for the console."""
@@ -241,7 +246,7 @@ class PretrainedDualEncoder(DualEncoder):
         Raises:
             UsageError: Weights cannot be read or are missing, or they do not suit the tokenizer.
         """
-        model_class = load_class(f"transformers:{cls.hf_class}", WEIGHTS_SETTING)
+        model_class = cls.model_class()
         if "config" in source.saved:
             net = model_class(model_class.config_class.from_dict(source.saved["config"]))
         elif source.pretrained and spec.weights != "none":
@@ -369,12 +374,9 @@ class Siglip(PretrainedDualEncoder):
 
     @classmethod
     def default_hf_config(cls, spec: ClipFamily, vocab_size: int) -> Any:
-        import transformers
-
         text, vision = _hf_configs(spec, vocab_size)
         text |= {"projection_size": spec.image.width, "pad_token_id": 0}
-        config_class = getattr(transformers, cls.hf_class).config_class
-        return config_class(text_config=text, vision_config=vision)
+        return cls.model_class().config_class(text_config=text, vision_config=vision)
 
     @staticmethod
     def text_branch(net: Any, spec: SiglipConfig) -> nn.Module:

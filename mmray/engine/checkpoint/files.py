@@ -103,9 +103,13 @@ def read_evaluations(run: AnyPath) -> dict[int, dict[str, Any]]:
     """Return the metrics of checkpoints that were evaluated beside training, by step: values by
     name such as `evaluate/loss`; {} without the file. A checkpoint whose line is damaged is
     evaluated again.
+
+    Raises:
+        StorageError: The storage cannot be read.
     """
-    lines = read_lines(run / EVALUATIONS)
-    return {line.pop("step"): line for line in lines if "step" in line}
+    file = run / EVALUATIONS
+    with as_user_error(file):
+        return {line.pop("step"): line for line in read_lines(file) if "step" in line}
 
 
 def read_metrics(path: AnyPath) -> dict[str, Any]:
