@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -156,6 +157,11 @@ class StorageAway:
     """An empty folder replaces the storage of runs, as by an unmount, from step 4 to step 8 and
     from step 10 on.
     """
+
+    def __init__(self):
+        # In this process of the worker. Between its check of the folder and its first write,
+        # TensorBoard would create a folder that vanishes.
+        mock.patch("torch.utils.tensorboard.SummaryWriter").start()
 
     def on_step(self, step, metrics):
         if step in (4, 10):

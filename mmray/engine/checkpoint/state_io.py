@@ -347,7 +347,9 @@ class CheckpointWriter(HuggingFaceStorageWriter):
         """On rank 0, delete an earlier checkpoint of this step and create its folder."""
         self._before_write()
         discard(self._folder)
-        self._folder.mkdir(parents=True)
+        # The folder of the run is not created: an empty one is below a mount that is lost.
+        self._folder.parent.mkdir(exist_ok=True)
+        self._folder.mkdir()
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
