@@ -10,8 +10,8 @@ import tyro
 
 from mmray.cli.args import REGISTRY, STYLE
 from mmray.cli.completion import parsers
-from mmray.cli.evaluate import evaluate
 from mmray.cli.lines import Line
+from mmray.cli.runs import evaluate
 from mmray.cli.train import train
 from mmray.config import Clip, recipes
 
@@ -105,7 +105,7 @@ SELECT = "data/prepare/select.py"
         (("prepare",), ("data/formats", "data/images", "data/prepare", "data/rows.py")),
         (("select", "score"), (SELECT,)),  # its messages name the command that writes embeddings
         (("score",), ("training/score.py",)),
-        (("evaluate",), ("evaluation", "cli/evaluate.py", "training/evaluate_export.py")),
+        (("evaluate",), ("evaluation", "cli/runs.py", "training/evaluate_export.py")),
     ],
 )
 def test_messages_of_a_command_name_its_own_flags(flags_of, commands, paths):

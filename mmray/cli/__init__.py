@@ -19,14 +19,8 @@ from select import poll
 from mmray.cli.args import first_sentence
 from mmray.cli.bench import bench
 from mmray.cli.doctor import doctor
-from mmray.cli.evaluate import evaluate
-from mmray.cli.export import export
-from mmray.cli.prepare import prepare
-from mmray.cli.report import report
-from mmray.cli.runs import runs
-from mmray.cli.score import score
-from mmray.cli.select import select
-from mmray.cli.show import show
+from mmray.cli.runs import evaluate, export, report, runs
+from mmray.cli.sets import prepare, score, select, show
 from mmray.cli.submit import logs, status, submit
 from mmray.cli.train import train
 from mmray.cli.tune import tune

@@ -1,4 +1,4 @@
-"""`mmray prepare`: convert raw rows to a prepared set."""
+"""Commands that write or show a prepared set: `mmray prepare`, `score`, `select` and `show`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from tyro.conf import OmitArgPrefixes
 
 from mmray import api
 from mmray.cli.args import command
-from mmray.config import Prepare
+from mmray.config import Objective, Prepare
 from mmray.console.reporter import ConsoleReporter, shell_path
+from mmray.console.tables import text_table
 
 if TYPE_CHECKING:
     from mmray.data.store.manifest import Manifest
-
 
 DEFAULTS = Prepare()
 
@@ -47,3 +47,34 @@ def _train_command(folder: str, manifest: Manifest) -> str:
     is_sound = "image" not in kinds and "video" not in kinds
     flags = " --model.inputs.frames 0 --objective.kind audio_text" if is_sound else ""
     return f"mmray train sample-av {command}{flags}"
+
+
+@command(api.score)
+def score(console: ConsoleReporter, **arguments: Any) -> None:
+    manifest = api.score(**arguments, reporter=console)
+    newest = list(manifest.columns)[-1]
+    train = "mmray train"
+    name = newest.removesuffix("_embedding")
+    use = f"--data.where '{name} > 0.25'"
+    reference = newest.removesuffix("_rejected")
+    if reference != newest:
+        train = f"mmray train vlm --model.weights {shell_path(str(arguments['weights']))}"
+        use = "--objective.kind dpo" + f" --objective.reference {reference}" * (
+            reference != Objective().reference
+        )
+    console.log(f"{train} --data.train {shell_path(arguments['data'])} {use}", "next")
+
+
+@command(api.select)
+def select(console: ConsoleReporter, **arguments: Any) -> None:
+    api.select(**arguments, reporter=console)
+    console.log(f"mmray train --data.train {shell_path(arguments['out'])}", "next")
+
+
+MAX_LINES = 8  # rows in the terminal; the page has all
+
+
+@command(api.show)
+def show(console: ConsoleReporter, **arguments: Any) -> None:
+    record = api.show(**arguments, reporter=console)
+    console.print(text_table(record.table[:MAX_LINES]))
