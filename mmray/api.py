@@ -138,7 +138,7 @@ def prepare(
     wait_for_nodes: bool = False,
     queue_timeout_s: float = 3600.0,
     reporter: RunReporter | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> Manifest:
     """Validate, deduplicate and pack a source into a prepared set.
 
@@ -386,7 +386,7 @@ def evaluate(
     accelerator: Accelerator | None = None,
     interpolate: float = 1.0,
     reporter: RunReporter | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> dict[str, float]:
     """Evaluate a checkpoint of a run, or pretrained weights, on held-out rows.
 
@@ -569,14 +569,14 @@ def tune(
     return sweep
 
 
-def _check_choice(name: str, value: str, choices: Any) -> None:
+def _check_choice(name: str, value: str, choices: object) -> None:
     """Raise UsageError for a value that is not in the Literal type `choices`."""
     known = get_args(choices)
     if value not in known:
         raise UsageError(f"{name}: unknown {name} `{value}`; {suggest(str(value), known)}")
 
 
-def _refuse_options_of_trials(**given: Any) -> None:
+def _refuse_options_of_trials(**given: object) -> None:
     """Raise UsageError for options that measuring batch shapes, without trials, does not have."""
     options = ", ".join(f"--{name}" for name, value in given.items() if value is not None)
     if options:

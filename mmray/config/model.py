@@ -173,6 +173,11 @@ class Model(Section, settings_prefix="model"):
         return ""
 
     @property
+    def has_decoder(self) -> bool:
+        """Whether the model has a decoder of captions."""
+        return False
+
+    @property
     def drops_at_random(self) -> bool:
         """Whether the image or the text branch has dropout in training."""
         return False

@@ -121,7 +121,6 @@ class DualEncoder(EmbeddingModel):
 
     @property
     def has_decoder(self) -> bool:
-        """Whether the model has a decoder of captions."""
         return self.decoder.depth > 0
 
     @property

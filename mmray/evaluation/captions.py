@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from mmray.evaluation.batches import EvalDataset
 from mmray.evaluation.examples import NUM_SHOWN, select_queries
 from mmray.evaluation.retrieval import RankedDirection
+from mmray.models.protocol import Model
 
 PERPLEXITY = "caption_perplexity"
 
@@ -32,7 +32,7 @@ def perplexity(losses: Tensor, has_start: bool) -> dict[str, float]:
 
 @torch.no_grad()
 def caption_examples(
-    model: Any, data: EvalDataset, ranked: RankedDirection, device: torch.device
+    model: Model, data: EvalDataset, ranked: RankedDirection, device: torch.device
 ) -> dict[str, str]:
     """Return generated captions of the images of the examples, by their row; every rank of a
     sharded model calls it.
@@ -44,5 +44,6 @@ def caption_examples(
     rows = ranked.queries.locations[select_queries(ranked.ranks, NUM_SHOWN), 0].numpy()
     pixels = [data.reader.encode_row(row)["image"] for row in data.prepared.read(rows)]
     images = torch.from_numpy(np.concatenate(pixels)).to(device)
+    assert data.encoder.end_id is not None  # training/resolve.py checks it
     ids = model.caption(images, data.encoder.end_id).tolist()
     return dict(zip(map(str, rows), map(data.encoder.decode, ids), strict=True))

@@ -30,7 +30,7 @@ from mmray.evaluation.embeddings import (
     in_lockstep,
 )
 from mmray.evaluation.examples import RetrievalExamples
-from mmray.models.protocol import ImageTextModel, can_embed
+from mmray.models.protocol import ImageTextModel, as_model, can_embed
 from mmray.objectives.protocol import Objective, split_objective
 
 
@@ -129,7 +129,7 @@ class Evaluator(EvalDataset):
         if generates and PERPLEXITY in embedded.head_metrics:
             with eval_mode(model):
                 examples.generated = caption_examples(
-                    model, self, ranks["image_to_text"], group.device
+                    as_model(model), self, ranks["image_to_text"], group.device
                 )
         if save_examples is not None:
             save_examples(examples.values(len(embedded.row)))

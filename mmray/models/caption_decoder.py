@@ -23,7 +23,7 @@ from mmray.models.vlm.loss import chunked_log_probs
 from mmray.models.weights import load_state
 
 if TYPE_CHECKING:
-    from mmray.config.model_kinds import DropoutTransformer
+    from mmray.config.model_kinds import ClipFamily, DropoutTransformer
     from mmray.models.encoders.image import ImageEncoder
 
 DECODER_FILE = "decoder.safetensors"  # of an export; transformers has no class with a decoder
@@ -58,7 +58,7 @@ def build_decoder(
     return decoder
 
 
-def left_out_decoder(spec: Any) -> str | None:
+def left_out_decoder(spec: ClipFamily) -> str | None:
     """Return a line for the console if `model.weights` has a decoder that the model has not."""
     if spec.decoder.depth or not (Path(spec.weights).expanduser() / DECODER_FILE).exists():
         return None

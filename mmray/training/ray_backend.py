@@ -430,12 +430,18 @@ def root_cause(error: BaseException) -> BaseException:
         traceback, or the failure of a health check; otherwise `error` itself.
     """
     if not isinstance(error, ray.exceptions.RayTaskError):
-        return getattr(error, "health_check_failure", error)
+        return _failure_of(error)
     cause: BaseException = error
     while isinstance(cause, ray.exceptions.RayTaskError):
         cause = cause.cause
     cause.add_note(str(error))  # the traceback of the task
     return cause
+
+
+def _failure_of(error: BaseException) -> BaseException:
+    """Return the failure of a health check, whose class is not part of Ray's public API."""
+    failure: BaseException = getattr(error, "health_check_failure", error)
+    return failure
 
 
 def is_worker_lost(error: BaseException) -> bool:
@@ -454,7 +460,7 @@ def lost_ranks(error: BaseException) -> set[int]:
     ranks = set()
     if isinstance(error, ray.train.WorkerGroupError):
         for rank, failure in error.worker_failures.items():
-            cause = getattr(failure, "health_check_failure", failure)
+            cause = _failure_of(failure)
             is_raised = isinstance(cause, ray.exceptions.RayTaskError)
             if isinstance(cause, ray.exceptions.RayActorError) and not is_raised:
                 ranks.add(rank)

@@ -152,7 +152,7 @@ def _with_vocab_of(tokenizer_json: str, model: Model) -> Model:
         UsageError: The tokenizer does not suit the model.
     """
     encoder = TextEncoder(tokenizer_json, model.inputs.max_tokens)
-    if getattr(model, "has_decoder", False) and encoder.end_id is None:
+    if model.has_decoder and encoder.end_id is None:
         raise UsageError(
             f"model.decoder: the tokenizer ({model.inputs.tokenizer}) adds no token at the end of "
             "a text, so generated captions would not end; set another --model.inputs.tokenizer"

@@ -9,9 +9,15 @@ each with its pixels row by row and the three channels of a pixel adjacent; the 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+    from mmray.config.model import Inputs
+    from mmray.config.model_kinds import NaflexInputs
 
 MAX_SIDE = 255  # patches, because a byte stores their number
 # Bounds and precision of the search for the scale, those of transformers' Siglip2ImageProcessor.
@@ -19,19 +25,19 @@ _PRECISION = 1e-5
 _SCALES = (_PRECISION / 10, 100.0)
 
 
-def takes_patches(inputs: Any) -> bool:
+def takes_patches(inputs: Inputs | NaflexInputs) -> TypeIs[NaflexInputs]:
     """Return whether a `model.inputs` section is of a model that reads patches within a budget."""
     return hasattr(inputs, "max_patches")
 
 
-def pixel_shape(inputs: Any) -> tuple[int, ...]:
+def pixel_shape(inputs: Inputs | NaflexInputs) -> tuple[int, ...]:
     """Return the shape of the pixels of an image: (3, S, S), or (1 + N, 3 P P) as patches."""
     if takes_patches(inputs):
         return (1 + inputs.max_patches, 3 * inputs.patch**2)
     return (3, inputs.image_side, inputs.image_side)
 
 
-def patch_grid(height: int, width: int, inputs: Any) -> tuple[int, int]:
+def patch_grid(height: int, width: int, inputs: NaflexInputs) -> tuple[int, int]:
     """Return the numbers of rows and columns of patches of an image of a size in pixels.
 
     They are those of transformers' Siglip2ImageProcessor, but at most 255: the image is scaled to
@@ -52,7 +58,7 @@ def patch_grid(height: int, width: int, inputs: Any) -> tuple[int, int]:
     return scaled(low)
 
 
-def to_patches(planes: np.ndarray, inputs: Any) -> np.ndarray:
+def to_patches(planes: np.ndarray, inputs: NaflexInputs) -> np.ndarray:
     """Return an image of whole patches, uint8 [3, H, W], as the array described above."""
     side = inputs.patch
     rows, columns = (size // side for size in planes.shape[1:])

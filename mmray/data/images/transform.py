@@ -33,6 +33,7 @@ except ImportError:
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
     from mmray.config.model import Fit, Interpolation
+    from mmray.config.model_kinds import NaflexInputs
 
 Rect = tuple[float, float, float, float]  # left, top, right, bottom in pixels
 
@@ -96,7 +97,9 @@ def transform(
     return _as_input(planes, inputs)
 
 
-def _resize_to_inputs(rgb: np.ndarray, inputs: Any, is_crop: bool = False) -> np.ndarray:
+def _resize_to_inputs(
+    rgb: np.ndarray, inputs: Inputs | NaflexInputs, is_crop: bool = False
+) -> np.ndarray:
     """Return an image, or a crop of one, in the size that the model reads: uint8 [3, H, W]."""
     if not takes_patches(inputs):
         fit: Fit = "squash" if is_crop else inputs.fit
@@ -107,7 +110,7 @@ def _resize_to_inputs(rgb: np.ndarray, inputs: Any, is_crop: bool = False) -> np
     return _to_planes(resize(rgb, size, inputs.interpolation, (0, 0, width, height)))
 
 
-def _as_input(planes: np.ndarray, inputs: Any) -> np.ndarray:
+def _as_input(planes: np.ndarray, inputs: Inputs | NaflexInputs) -> np.ndarray:
     return to_patches(planes, inputs) if takes_patches(inputs) else np.ascontiguousarray(planes)
 
 
