@@ -72,7 +72,6 @@ def local_ray(tmp_path_factory):
     starts another.
     """
     import ray
-    import ray.data
 
     # Other tests leave the address of their head in the environment. Ray Train would ask it whether
     # its controller is alive, and wait for an answer.
@@ -87,10 +86,6 @@ def local_ray(tmp_path_factory):
             log_to_driver=False,
             logging_level="ERROR",
         )
-        context = ray.data.DataContext.get_current()
-        context.enable_progress_bars = False
-        # an earlier module may have had a cluster with data nodes
-        context.execution_options.label_selector = None
     # left by fault injection in an earlier module
     for done_once in Path(os.environ["MMRAY_TEST_FAULTS"]).iterdir():
         done_once.unlink(missing_ok=True)

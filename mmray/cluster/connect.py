@@ -51,7 +51,7 @@ _HIDDEN_MESSAGES = (
     "A worker died or was killed|Raylet is terminated|worker processes have been started"
     "|has been marked dead|infeasible resource requests"
 )
-INPUT_TASK_CPUS = 1  # reserved for tasks of Ray Data, which prepare sets
+INPUT_TASK_CPUS = 1  # reserved for tasks that prepare sets
 CONNECT_TIMEOUT_S = 5.0
 
 
@@ -124,7 +124,7 @@ def ray_session(
         decode_actors: Number of decode actors; if Ray is started here, it gets CPUs for them.
         while_starting: Called in a thread while Ray starts; it must not import Ray. Its errors are
             raised.
-        log: Called with (line, label), while tasks of Ray Data wait for a CPU.
+        log: Called with (line, label), while tasks of `prepare` wait for a CPU.
 
     Raises:
         ResourceError: Ray cannot be reached or started, or fails in the block.
@@ -133,10 +133,9 @@ def ray_session(
     """
     # Read when Ray is imported: Ray's driver prints these messages whatever `_start` sets.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _HIDDEN_MESSAGES)
-    import ray.data  # here: `mmray --help` must not import Ray
+    import ray  # here: `mmray --help` must not import Ray
     import ray.exceptions
 
-    from mmray.cluster.placement import set_data_placement
     from mmray.cluster.ray_internals import ENVIRONMENT
     from mmray.cluster.waiting import set_data_jobs
 
@@ -146,7 +145,6 @@ def ray_session(
     if ray.is_initialized():
         if while_starting is not None:
             while_starting()
-        set_data_placement(cluster_config)
         yield
         return
     on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -158,11 +156,8 @@ def ray_session(
     try:
         if future is not None:
             future.result()
-        context = ray.data.DataContext.get_current()
-        context.enable_progress_bars = context.print_on_execution_start = False
         for name in ("ray", "ray.data", "ray.train", "ray.tune"):
             logging.getLogger(name).setLevel(logging.ERROR)
-        set_data_placement(cluster_config)
         yield
     except ray.exceptions.RayTaskError:  # a RayError too, but a bug of the task
         raise

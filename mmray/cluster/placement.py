@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
-import ray.data
 import ray.exceptions
 import yaml
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -257,6 +256,14 @@ def available_cores_if_local() -> int | None:
     )
 
 
+def num_cpus(selector: LabelSelector) -> int:
+    """Return how many tasks with a CPU can run at once on the nodes of a selector, at least 1."""
+    if (local_cores := available_cores_if_local()) is not None:
+        return local_cores
+    nodes = [node for node in alive_nodes() if node.matches_labels(selector)]
+    return max(1, int(sum(node.resources.get("CPU", 0) for node in nodes)))
+
+
 def data_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
     """Return the label selector of the nodes that read and decode data.
 
@@ -308,14 +315,8 @@ def _has_roles(nodes: list[Node]) -> bool:
     return any(node.label(ROLE_LABEL) for node in nodes)
 
 
-def set_data_placement(cluster_config: Cluster) -> None:
-    """Restrict Ray Data jobs of this process to the nodes that `cluster.data_label` selects."""
-    selector = data_label_selector(cluster_config.data_label, alive_nodes())
-    ray.data.DataContext.get_current().execution_options.label_selector = selector or None
-
-
 def data_demand(cluster_config: Cluster) -> Demand:
-    """Return the smallest resources of a job of Ray Data: one CPU on a node for data."""
+    """Return the smallest resources of work on data: one CPU on a node for data."""
     selector = data_label_selector(cluster_config.data_label, alive_nodes())
     return Demand(1, {"CPU": 1.0}, selector, "data")
 

@@ -96,7 +96,7 @@ def _sum_resources(resources: Collection[Resources], names: Collection[str]) -> 
 
 
 class _DataJobs(NamedTuple):
-    """What jobs of Ray Data of this process wait for."""
+    """What tasks on data of this process wait for."""
 
     cluster_config: Cluster
     log: Log
@@ -115,20 +115,23 @@ def set_data_jobs(cluster_config: Cluster, log: Log) -> None:
     _data_jobs = _DataJobs(cluster_config, log)
 
 
-def wait_for_data_cpu() -> None:
-    """Wait until a CPU of a data node is free, because Ray Data would wait silently and forever.
+def wait_for_data_cpu() -> Demand:
+    """Wait until a CPU of a data node is free, because Ray would wait silently and forever.
 
     The CPU is requested by a placement group, so an autoscaler adds a node, and runs give back CPUs
-    that they can do without. Without effect outside of a `ray_session`.
+    that they can do without. Outside of a `ray_session` any CPU counts, and nothing is awaited.
+
+    Returns:
+        The resources of a task on data.
 
     Raises:
         ResourceError: No CPU was free within `cluster.queue_timeout_s`.
     """
     if _data_jobs is None:
-        return
+        return Demand(1, {"CPU": 1.0}, purpose="data")
     demand = data_demand(_data_jobs.cluster_config)
     if fits(demand, free_nodes()):
-        return
+        return demand
     wait = ResourceWait(demand, _data_jobs.cluster_config.queue_timeout_s, _data_jobs.log)
     group = reserve(demand)
     try:
@@ -136,6 +139,7 @@ def wait_for_data_cpu() -> None:
             wait.poll()
     finally:
         ray.util.remove_placement_group(group)
+    return demand
 
 
 def pending_reservations() -> list[str]:

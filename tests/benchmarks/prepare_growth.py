@@ -2,10 +2,11 @@
 
     python -m tests.benchmarks.prepare_growth 10000 100000
     python -m tests.benchmarks.prepare_growth 10000 --s3
-    python -m tests.benchmarks.prepare_growth 10000000 --assembly
+    python -m tests.benchmarks.prepare_growth 10000000 --work assembly
 
 Each prepare is a process of its own, whose CPU time and peak memory are those of the driver. After
-the first one of a size come the same again, and one with 1 % more rows.
+the first one of a size come the same again, and one with 1 % more rows. `--work` measures one part
+of the work with rows that are numbers only, in this process and its tasks (without Ray).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,11 +33,16 @@ from pyarrow import fs
 
 from mmray.storage.paths import copy_file, list_files, to_path
 
+if TYPE_CHECKING:
+    from mmray.data.store.prepared_set import PreparedSet
+
 ROWS_PER_FILE = 50_000
 ROWS_PER_GROUP = 1_000
 SIDE = 48
 ROWS_PER_CHUNK = 10_000
 ROWS_PER_INDEX = 1_000_000
+ROWS_PER_COLUMNS = 100_000
+EMBEDDING_DIM = 64
 
 
 def write_rows(file: Path, start: int, count: int) -> None:
@@ -152,13 +158,137 @@ def bench_assembly(rows: int, folder: Path) -> dict[str, Any]:
     result = assemble.quarantine_rows(packed, dedup, "quarantine.jsonl")
     caption_fields(digests, dedup.rows, result.shards)
     digests.close()
+    return _cost(rows, start_s, start_cpu_s) | {"dropped": len(dedup.rows)}
+
+
+def _cost(rows: int, start_s: float, start_cpu_s: float) -> dict[str, Any]:
+    """Return the cost of work that started at these times, also of its tasks."""
+    of_driver = resource.getrusage(resource.RUSAGE_SELF)
+    of_tasks = resource.getrusage(resource.RUSAGE_CHILDREN)
     return {
         "rows": rows,
-        "dropped": len(dedup.rows),
         "seconds": round(time.monotonic() - start_s, 1),
         "driver_cpu_s": round(time.process_time() - start_cpu_s, 1),
-        "driver_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+        "driver_mib": round(of_driver.ru_maxrss / 1024),
+        "task_mib": round(of_tasks.ru_maxrss / 1024),
     }
+
+
+def write_columns(folder: Path, rows: int, seed: int) -> PreparedSet:
+    """Write a set of columns only: a score, embeddings and hashes of images."""
+    from mmray.data.prepare.contamination import _STORED_HASH_DTYPE, HASHES
+    from mmray.data.store.manifest import Manifest, shard_fields
+    from mmray.data.store.prepared_set import PreparedSet
+    from mmray.data.store.row_values import write_values
+    from mmray.data.store.shard_table import Shard
+
+    rng = np.random.default_rng(seed)
+    shards = []
+    for first in range(0, rows, ROWS_PER_COLUMNS):
+        values: dict[str, dict[str, pa.RecordBatch]] = {"kept": {}, "semantic": {}, HASHES: {}}
+        for start in range(first, min(first + ROWS_PER_COLUMNS, rows), ROWS_PER_CHUNK):
+            count = min(ROWS_PER_CHUNK, rows - start)
+            name = f"shards/{seed}-{start}.arrow"
+            offsets = tuple(range(count // 8 + 1))
+            shards.append(Shard(name, None, count, 1, "0" * 64, offsets=offsets))
+            vectors = rng.standard_normal(count * EMBEDDING_DIM, np.float32).astype(np.float16)
+            hashes = rng.bytes(count * _STORED_HASH_DTYPE.itemsize)
+            images = pa.FixedSizeBinaryArray.from_buffers(
+                pa.binary(_STORED_HASH_DTYPE.itemsize), count, [None, pa.py_buffer(hashes)]
+            )
+            each = pa.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32), images)
+            arrays = {
+                "kept": ("similarity", pa.array(rng.random(count))),
+                "semantic": (
+                    "semantic",
+                    pa.FixedSizeListArray.from_arrays(pa.array(vectors), EMBEDDING_DIM),
+                ),
+                HASHES: (HASHES, each),
+            }
+            for group, (column, array) in arrays.items():
+                batch = pa.RecordBatch.from_pydict({column: array})
+                values[group][shards[-1].key] = batch
+        for group, by_shard in values.items():
+            write_values(folder, group, by_shard)
+    columns = {
+        "kept": {"similarity": "double"},
+        "semantic": {"semantic": f"float16[{EMBEDDING_DIM}]"},
+        HASHES: {HASHES: "hashes"},
+    }
+    manifest = Manifest(
+        num_read=rows,
+        num_quarantined=0,
+        reasons={},
+        tokenizer=None,
+        source={},
+        settings={},
+        columns=columns,
+        **shard_fields(shards),
+    )
+    return PreparedSet(folder, manifest)
+
+
+def bench_where(rows: int, folder: Path) -> dict[str, Any]:
+    """Measure a condition that selects 70 % of the rows."""
+    from mmray.data.store.selection import drop_rows
+
+    prepared = write_columns(folder / f"where-{rows}", rows, 0)
+    start_s, start_cpu_s = time.monotonic(), time.process_time()
+    selected = drop_rows(prepared, "similarity > 0.3", "--where")
+    return _cost(rows, start_s, start_cpu_s) | {"selected": selected.num_rows}
+
+
+def bench_contamination(rows: int, folder: Path) -> dict[str, Any]:
+    """Measure the search for images that are also in a set of 100,000 rows."""
+    from mmray.data.prepare import contamination
+    from mmray.data.store.row_columns import separate_columns
+    from mmray.data.store.row_values import RowValues
+
+    out = folder / f"contamination-{rows}"
+    sets = [write_columns(out, rows, 0), write_columns(out, 100_000, 1)]
+    columns = separate_columns({contamination.HASHES: "hashes"})
+    start_s, start_cpu_s = time.monotonic(), time.process_time()
+    found = contamination._find_contaminated_rows(RowValues(out, columns), sets)
+    return _cost(rows, start_s, start_cpu_s) | {"found": len(found)}
+
+
+def bench_semantic(rows: int, folder: Path) -> dict[str, Any]:
+    """Measure the search for rows with similar embeddings."""
+    from mmray.data.prepare.select import _without_similar_rows
+
+    out = folder / f"semantic-{rows}"
+    prepared = write_columns(out, rows, 0)
+    start_s, start_cpu_s = time.monotonic(), time.process_time()
+    left = _without_similar_rows(prepared, "semantic", 0.6, out, lambda _: None)
+    return _cost(rows, start_s, start_cpu_s) | {"dropped": rows - left.num_rows}
+
+
+def bench_group(rows: int, folder: Path) -> dict[str, Any]:
+    """Measure the scan of JSON lines with five captions an image, which are grouped."""
+    from mmray.config import Prepare
+    from mmray.data.formats.detect import detect_source
+    from mmray.data.prepare.job import PrepareJob
+
+    file, out = folder / f"{rows}.jsonl", folder / f"group-{rows}"
+    out.mkdir()
+    with file.open("w") as lines:
+        for number in range(rows):
+            image = number * 7919 % (rows // 5)
+            lines.write(f'{{"image": "{image:09d}.jpg", "text": "caption number {number}"}}\n')
+    settings = Prepare(group="image", rows_per_shard=512)
+    job = PrepareJob(detect_source(str(file), settings.format), out, settings, grows=True)
+    start_s, start_cpu_s = time.monotonic(), time.process_time()
+    num_rows = sum(chunk.num_rows or 0 for chunk in job.open().scan(job.rows_per_shard))
+    return _cost(rows, start_s, start_cpu_s) | {"images": num_rows}
+
+
+WORK = {
+    "assembly": bench_assembly,
+    "where": bench_where,
+    "contamination": bench_contamination,
+    "semantic": bench_semantic,
+    "group": bench_group,
+}
 
 
 def _write_records(out: Path, file: str, first: int, rows: int) -> None:
@@ -225,7 +355,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", type=int, nargs="*", default=[10_000])
     parser.add_argument("--s3", action="store_true", help="against a local S3 server (moto)")
-    parser.add_argument("--assembly", action="store_true", help="only the work after packing")
+    parser.add_argument("--work", choices=WORK, help="only this work, with synthetic rows")
     parser.add_argument("--once", nargs=2)
     arguments = parser.parse_args()
     if arguments.once:
@@ -233,9 +363,9 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as name:
         folder = Path(name)
-        if arguments.assembly:
+        if arguments.work:
             for rows in arguments.rows:
-                print(json.dumps(bench_assembly(rows, folder)), flush=True)
+                print(json.dumps(WORK[arguments.work](rows, folder)), flush=True)
             return
         log = server = None
         if arguments.s3:

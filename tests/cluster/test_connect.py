@@ -146,7 +146,6 @@ def test_error_of_ray_outside_a_task_names_ray(monkeypatch):
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.setattr("ray.shutdown", lambda: None)
     monkeypatch.setattr(connect, "_start", lambda *_: None)
-    monkeypatch.setattr("mmray.cluster.placement.set_data_placement", lambda _: None)
     for error, expected in (
         (ray.exceptions.RaySystemError("the head does not answer"), ResourceError),
         (
