@@ -22,6 +22,7 @@ from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.protocol import Objective
 
 ROW_COLUMNS = ("row", "label", "image_hash")
+TOKEN_COLUMNS = ("input_ids", "attention_mask")
 CAPTION_COLUMNS = ("caption_row", "caption_number", "text_hash")
 
 
@@ -106,7 +107,10 @@ def embed_dataset(
             if has_captions:
                 outputs = model(rows)
             image = outputs["image_embed"] if has_captions else model.embed_image(rows["image"])
-            text = embed_texts(model, batch, data.settings.batch, group) if with_texts else None
+            text = None
+            if with_texts:
+                embedded = outputs["text_embed"].float().cpu() if has_captions else None
+                text = _embed_captions(model, batch, data.settings.batch, group, embedded)
             heads = as_model(model).head_scores(rows)
             if own is None:
                 continue
@@ -144,9 +148,37 @@ def _synthetic_batch(data: EvalDataset, device: torch.device) -> Batch:
 
 def _with_first_captions(batch: Batch, device: torch.device) -> Batch:
     """Return a batch on a device with the first caption of each image, for the heads."""
-    first = torch.searchsorted(batch["caption_row"], batch["row"])
-    captions = {name: batch[name].to(device)[first] for name in ("input_ids", "attention_mask")}
+    first = _first_captions(batch)
+    captions = {name: batch[name].to(device)[first] for name in TOKEN_COLUMNS}
     return {name: column.to(device) for name, column in batch.items()} | captions
+
+
+def _first_captions(batch: Batch) -> Tensor:
+    """Return the index of the first caption of each row, int64 [B]."""
+    return torch.searchsorted(batch["caption_row"], batch["row"])
+
+
+def _embed_captions(
+    model: ImageTextModel, batch: Batch, rows: int, group: Group, first: Tensor | None
+) -> Tensor:
+    """Embed the captions of a batch as `embed_texts` does.
+
+    Args:
+        first: Embeddings of the first caption of each row [B, D], which a forward has returned;
+            None: they are computed too.
+    """
+    if first is None:
+        return embed_texts(model, batch, rows, group)
+    index = _first_captions(batch).cpu()
+    is_other = torch.ones(len(batch["input_ids"]), dtype=torch.bool)
+    is_other[index] = False
+    others = {name: batch[name].cpu()[is_other] for name in TOKEN_COLUMNS}
+    text = first.new_empty(len(is_other), first.shape[1])
+    text[index] = first
+    embedded = embed_texts(model, others, rows, group)
+    if len(embedded):
+        text[is_other] = embedded
+    return text
 
 
 def in_lockstep(model: nn.Module, group: Group) -> bool:

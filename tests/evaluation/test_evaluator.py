@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -642,6 +643,29 @@ def test_perplexity_is_that_of_the_tokens_of_first_captions(
         num_tokens += ids.size - 1  # without [CLS]
     for metrics in score(prepared, model=Captioning, world=world):
         assert metrics["caption_perplexity"] == pytest.approx(math.exp(loss / num_tokens))
+
+
+class CountsCaptions(Captioning):
+    """Counts how often it embeds a text, by the sum of its tokens."""
+
+    counts: ClassVar[Counter[int]] = Counter()
+
+    def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        self.counts.update((input_ids * attention_mask).sum(1).tolist())
+        return super().embed_text(input_ids, attention_mask)
+
+
+def test_captions_of_a_model_with_a_decoder_are_embedded_once(prepared: PreparedSet) -> None:
+    CountsCaptions.counts.clear()
+    scores = score(prepared, model=CountsCaptions)[0]
+    encoder = TextEncoder(prepared.tokenizer_json or "", INPUTS.max_tokens)
+    expected = Counter[int]()
+    for number, each in enumerate(prepared.read(np.arange(NUM_ROWS))):
+        if number != 4:  # not an image
+            expected.update(int(encoder.encode([text])[0].sum()) for text in each.texts)
+    assert Counter({key: n for key, n in CountsCaptions.counts.items() if key}) == expected
+    without = score(prepared)[0]
+    assert {name: scores[name] for name in without} == without
 
 
 def test_examples_have_generated_captions_up_to_the_end(prepared: PreparedSet) -> None:
