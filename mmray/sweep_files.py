@@ -157,9 +157,8 @@ class TrialRow:
         return cls(**known)
 
 
-@dataclass(frozen=True)
-class Recommendation:
-    """The best trial and the reason.
+class Recommendation(NamedTuple):
+    """The best trial and the reason, the JSON object `recommendation` of sweep.json.
 
     Attributes:
         best: Name of the trial.
@@ -168,12 +167,3 @@ class Recommendation:
 
     best: str
     why: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object `recommendation` of sweep.json: `best` and `why`."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Recommendation:
-        """Restore a recommendation from the JSON object `recommendation` of sweep.json."""
-        return cls(values["best"], values["why"])

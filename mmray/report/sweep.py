@@ -138,7 +138,7 @@ class SweepRecord:
         as text); None if there is none yet.
         """
         values = self.summary.get("recommendation")
-        return Recommendation.from_json(values) if values else None
+        return Recommendation(**values) if values else None
 
     @property
     def best(self) -> TrialRow | None:

@@ -177,25 +177,25 @@ def recommend_trial(rows: Sequence[TrialRow], goal: str) -> Recommendation | Non
     compared.
 
     Args:
-        rows: The rows of trials.jsonl, one per trial, with its settings and measurements.
+        rows: The rows of trials.jsonl, one per trial or measured batch shape.
         goal: `throughput` (samples/s), `loss` (held-out) or `recall` (mean recall@1).
 
     Returns:
         The Recommendation; None if no trial measured the goal.
     """
-    measured = [row for row in rows if row.status == "finished" and row.rungs]
+    measured = [row for row in rows if row.status == "finished" and row.value(goal) is not None]
     if not measured:
         reached = [row for row in rows if row.rungs and row.status != "out_of_memory"]
         longest = max((row.rungs[-1].samples for row in reached), default=0)
         measured = [row for row in reached if row.rungs[-1].samples == longest]
     if not measured:
         return None
-    ranked = sorted(measured, key=lambda row: row.rungs[-1].value, reverse=GOALS[goal].maximize)
+    ranked = sorted(measured, key=lambda row: _value(row, goal), reverse=GOALS[goal].maximize)
     if goal == "throughput":
         return _recommend_fastest(ranked)
     best = ranked[0]
     why = _describe_best(ranked, goal) + _compare_with_recipe(best, rows, goal)
-    close = [row.trial for row in ranked[1:] if _is_close(row, best)]
+    close = [row.trial for row in ranked[1:] if _is_close(row, best, goal)]
     if close:
         why += f" Not certain, because within {TOLERANCE:.0%} of it: {', '.join(close)}."
     if best.status != "finished":
@@ -205,7 +205,7 @@ def recommend_trial(rows: Sequence[TrialRow], goal: str) -> Recommendation | Non
 
 def _recommend_fastest(ranked: Sequence[TrialRow]) -> Recommendation:
     """Recommend the trial with the least memory within TOLERANCE of the fastest."""
-    near = [row for row in ranked if _is_close(row, ranked[0])]
+    near = [row for row in ranked if _is_close(row, ranked[0], "throughput")]
     best = min(near, key=lambda row: row.peak_gib or 0.0)
     why = _describe_best(ranked, "throughput")
     if best is not ranked[0]:
@@ -215,21 +215,27 @@ def _recommend_fastest(ranked: Sequence[TrialRow]) -> Recommendation:
 
 def _describe_best(ranked: Sequence[TrialRow], goal: str) -> str:
     best = ranked[0]
-    text = f"{best.trial} has {_format_value(best, goal)}"
+    text = f"{best.trial} has {_format_value(_value(best, goal), goal)}"
     if len(ranked) == 1:
         return f"{text}; no other trial was trained for as many samples."
     order = "highest" if GOALS[goal].maximize else "lowest"
     return f"{text}, the {order} of {len(ranked)} trials."
 
 
-def _format_value(row: TrialRow, goal: str, rung: int = -1) -> str:
+def _format_value(value: float, goal: str) -> str:
     """Format as `2.345 held-out loss`, or as `123 samples/s`."""
-    return f"{row.rungs[rung].value:,.4g} {GOALS[goal].title}"
+    return f"{value:,.4g} {GOALS[goal].title}"
 
 
-def _is_close(row: TrialRow, other: TrialRow) -> bool:
-    reference = other.rungs[-1].value
-    return abs(row.rungs[-1].value - reference) <= TOLERANCE * abs(reference)
+def _value(row: TrialRow, goal: str) -> float:
+    value = row.value(goal)
+    assert value is not None, "only measured trials are ranked"
+    return value
+
+
+def _is_close(row: TrialRow, other: TrialRow, goal: str) -> bool:
+    reference = _value(other, goal)
+    return abs(_value(row, goal) - reference) <= TOLERANCE * abs(reference)
 
 
 def _compare_with_recipe(best: TrialRow, rows: Sequence[TrialRow], goal: str) -> str:
@@ -242,5 +248,6 @@ def _compare_with_recipe(best: TrialRow, rows: Sequence[TrialRow], goal: str) ->
     last = min(len(own.rungs), len(best.rungs)) - 1
     return (
         f" After {own.rungs[last].samples:,} samples the recipe's own settings ({own.trial}) have "
-        f"{_format_value(own, goal, last)} and {best.trial} has {best.rungs[last].value:,.4g}."
+        f"{_format_value(own.rungs[last].value, goal)} and {best.trial} has "
+        f"{best.rungs[last].value:,.4g}."
     )

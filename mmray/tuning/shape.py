@@ -1,4 +1,4 @@
-"""Which batch shape to time next, and which one to recommend. Pure functions.
+"""Which batch shape to time next. Pure functions.
 
 The micro-batch doubles until steps get no faster, or up to the largest size
 that fits into memory (engine/memory_probe.py). Every size is timed in several rounds, because other
@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, NamedTuple
 
-from mmray.report.run import format_compact
-from mmray.sweep_files import Recommendation, TrialRow
+from mmray.sweep_files import TrialRow
 
 START_ACCUMULATION = 64  # micro-batches in a step of the first size
 PATIENCE = 2  # sizes in a row that are no faster, after which the micro-batch doubles no more
 VISITS = 3  # measurements of each size
 MAX_SLOWDOWN = 3.0  # sizes slower than this, relative to the fastest, are not measured again
-TOLERANCE = 0.02  # relative; within it, less memory is better
+TOLERANCE = 0.02  # relative; within it, a size is no faster
 
 
 class Visit(NamedTuple):
@@ -159,36 +158,3 @@ def build_rows(measurements: Measurements) -> list[TrialRow]:
             rows.append(TrialRow(name, "out_of_memory", error=error, **shape))
             break
     return rows
-
-
-def recommend(rows: Sequence[TrialRow]) -> Recommendation:
-    """Return the fastest measured micro-batch, or of those within TOLERANCE (2%) of it the one with
-    the least memory, and the reason.
-    """
-    measured = [row for row in rows if row.status == "finished"]
-    fastest, *others = sorted(measured, key=lambda row: row.step_p50_s or 0.0)
-    if not others:
-        why = f"{_format_rate(fastest)}; no other shape was measured."
-        return Recommendation(fastest.trial, why)
-    limit_s = (1 + TOLERANCE) * (fastest.step_p50_s or 0.0)
-    near = [row for row in measured if (row.step_p50_s or 0.0) <= limit_s]
-    best = min(near, key=lambda row: row.peak_gib or 0.0)
-    if best is not fastest:
-        memory = f"{best.peak_gib:.2f} GiB instead of {fastest.peak_gib:.2f} GiB"
-        why = (
-            f"{_format_rate(best)}, within {TOLERANCE:.0%} of {format_shape(fastest)}, and needs "
-            f"{memory}."
-        )
-        return Recommendation(best.trial, why)
-    ratio = (others[0].step_p50_s or 0.0) / (fastest.step_p50_s or 1.0)
-    why = f"{_format_rate(fastest)}, {ratio:.2f} x as many as {format_shape(others[0])}."
-    return Recommendation(fastest.trial, why)
-
-
-def format_shape(row: TrialRow) -> str:
-    """Format the batch shape of a trial as `micro 32 x accumulation 4 x workers 2`."""
-    return f"micro {row.micro} x accumulation {row.accumulation} x workers {row.workers}"
-
-
-def _format_rate(row: TrialRow) -> str:
-    return f"{format_shape(row)} trains {format_compact(row.samples_per_s or 0.0)} samples/s"

@@ -23,7 +23,8 @@ from mmray.training.local import measure_in_worker
 from mmray.training.resolve import with_default_vocab, with_written_weights
 from mmray.training.run_dir import collect_environment
 from mmray.training.validate import unsupported_reasons
-from mmray.tuning.shape import Measurements, build_rows, recommend
+from mmray.tuning.results import recommend_trial
+from mmray.tuning.shape import Measurements, build_rows
 from mmray.tuning.sweep import resolve_sweep_dir
 from mmray.tuning.trials import as_recipe, own_global_batch_size
 
@@ -81,7 +82,8 @@ def probe_shapes(base: Config, reporter: RunReporter) -> SweepRecord:
             folder.write_json(SWEEP, summary | {"status": "failed"})
             raise
         rows = build_rows(measurements)
-        recommendation = recommend(rows)
+        recommendation = recommend_trial(rows, "throughput")
+        assert recommendation is not None, "the workers have timed a shape, or raised an error"
         best = next(row for row in rows if row.trial == recommendation.best)
         recipe = to_yaml(best_recipe(base, best))
         folder.write("best.yaml", f"# {recommendation.why}\n{recipe}")
@@ -89,7 +91,7 @@ def probe_shapes(base: Config, reporter: RunReporter) -> SweepRecord:
             "status": "finished",
             "elapsed_s": time.monotonic() - start_s,
             "environment": collect_environment(),
-            "recommendation": recommendation.to_json(),
+            "recommendation": recommendation._asdict(),
             "workers": measurements.workers,
         }
         folder.write_rows(rows)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from mmray.config import Config, from_yaml
 from mmray.data.prepare.pipeline import PrepareProgress
 from mmray.errors import ForceExit, UsageError
+from mmray.report.sweep import SweepRecord
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath, read_lines
 from mmray.sweep_files import SWEEP, TRIALS, Recommendation, Rung, TrialRow
@@ -47,8 +48,7 @@ class SweepDir(RunDir):
     """The folder of one sweep, with sweep.json, trials.jsonl and the runs of its trials, on storage
     that all nodes share.
 
-    `write_rows` and `read_rows` write and read the TrialRow of each trial, and `run(name)` returns
-    the RunDir of one.
+    `write_rows` writes the TrialRow of each trial, and `run(name)` returns the RunDir of one.
     """
 
     def run(self, trial: str) -> RunDir:
@@ -63,15 +63,6 @@ class SweepDir(RunDir):
         """Replace the content of trials.jsonl, in the order of the names of the trials."""
         ordered = sorted(rows, key=lambda row: row.trial)
         self.write(TRIALS, "".join(json.dumps(row.to_json()) + "\n" for row in ordered))
-
-    def read_rows(self) -> dict[str, TrialRow]:
-        """Return the rows of trials.jsonl (settings, status, measurements) by name of the trial,
-        such as `t001`.
-
-        Empty if the file does not exist.
-        """
-        rows = [TrialRow.from_json(line) for line in read_lines(self.path / TRIALS)]
-        return {row.trial: row for row in rows}
 
 
 def resolve_sweep_dir(
@@ -163,12 +154,13 @@ class SweepState:
         self.folder = folder
         self.plan = plan
         self.reporter = reporter
-        self.rows = folder.read_rows()
+        earlier = SweepRecord.read(folder.path)
+        self.rows = {row.trial: row for row in earlier.trials}
         self.stop_reason: str | None = None
         self._summary = dict(summary or {})
         self.clock = clock
         self._start_s = clock()
-        self._earlier_s = folder.read_json(SWEEP).get("elapsed_s", 0.0)
+        self._earlier_s = earlier.summary.get("elapsed_s", 0.0)
         self._stop_s = 0.0
         self._save_s = clock()
         self._running: set[str] = set()  # trials of this command
@@ -278,7 +270,7 @@ class SweepState:
             best: The recommended trial; None if there is none.
         """
         self._summary["status"] = status
-        self._summary["recommendation"] = None if best is None else best.to_json()
+        self._summary["recommendation"] = None if best is None else best._asdict()
         self._summary["elapsed_s"] = self.elapsed_s
         self.folder.write_json(SWEEP, self._summary)
 

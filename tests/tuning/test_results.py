@@ -105,6 +105,7 @@ def trial(name, *values, status="finished", size=64, gib=1.0, **settings):
         settings,
         global_batch_size=size,
         peak_gib=gib,
+        samples_per_s=values[-1] if values else None,
         rungs=rungs,
         is_recipe=name == "own",
     )

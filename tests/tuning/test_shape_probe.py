@@ -117,7 +117,7 @@ def test_command_writes_shapes_and_a_recipe_with_its_reason(tmp_path: Path, quic
     assert all(row["accumulation"] == -(-12 // row["micro"]) for row in rows)
     why = summary["recommendation"]["why"]
     best = (folder / "best.yaml").read_text()
-    assert best.splitlines()[0] == f"# {why}" and "trains" in why
+    assert best.splitlines()[0] == f"# {why}" and "samples/s" in why
     recipe = from_yaml(best, "best.yaml")
     chosen = next(row for row in rows if row["trial"] == summary["recommendation"]["best"])
     assert (recipe.batch.micro, recipe.batch.global_) == (chosen["micro"], 12)

@@ -9,6 +9,7 @@ from mmray.config import recipes, to_yaml
 from mmray.config.search_space import Space
 from mmray.data.prepare.pipeline import PrepareProgress
 from mmray.errors import ForceExit, TrainingError, UsageError
+from mmray.report.sweep import SweepRecord
 from mmray.sweep_files import Rung, TrialRow
 from mmray.training.monitor import signal_handlers
 from mmray.tuning import ray_tune, search
@@ -117,7 +118,7 @@ def test_rows_have_rungs_and_the_way_each_trial_ended(begin):
     state.start("t003")
     state.end("t003", TrialOutcome("failed", "evaluate/loss is not finite"))
     state.end("t003", TrialOutcome("stopped"))  # it has ended before
-    rows = state.folder.read_rows()
+    rows = {row.trial: row for row in SweepRecord.read(state.folder.path).trials}
     assert [(row.status, len(row.rungs)) for row in rows.values()] == [
         ("finished", 3),
         ("pruned", 1),
@@ -291,7 +292,7 @@ def test_sweep_can_be_on_an_object_store(s3):
     assert (sweep.path / STOP_FILE).exists() and state.plan.folder == sweep.path
     state.end(name, TrialOutcome("paused"), Rung(100, 2.0))
     again = resolve_sweep_dir(base(f"{s3.address}/runs"), IDENTITY, Silent())
-    assert again.read_rows() == state.rows
+    assert SweepRecord.read(again.path).trials == list(state.rows.values())
     config = state.plan.run_config(state.plan.trial(name, state.rows[name].settings), 100)
     assert config.run.storage.startswith(f"{s3.address.partition('?')[0]}/runs/sample-tune/trials")
 
