@@ -47,5 +47,5 @@ def _measure_rank(rank: int, measure: Measure, config: Config, folder: Path) -> 
     join_process_group("gloo", 120, init_method=store, rank=rank, world_size=world_size)
     group = Group.current(torch.device("cpu"))
     result = measure(config, group, folder)
-    group.barrier()
+    group.all_gather_objects(None)
     return result

@@ -112,6 +112,7 @@ class Model(Section, settings_prefix="model"):
             others are not used.
         takes_clips: Whether the model embeds audio and video clips, of which a row may lack some.
         generates_text: Whether the model writes text about any number of images.
+        uses_transformers: Whether its torch module always imports transformers.
         objectives: Built-in objectives that can train the model, the usual one first; empty: not
             known.
     """
@@ -121,6 +122,7 @@ class Model(Section, settings_prefix="model"):
     media_kinds: ClassVar[tuple[str, ...]] = ("image",)
     takes_clips: ClassVar[bool] = False
     generates_text: ClassVar[bool] = False
+    uses_transformers: ClassVar[bool] = False
     objectives: ClassVar[tuple[str, ...]] = ()
 
     kind: Annotated[str, _KIND] = ""

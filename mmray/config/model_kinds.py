@@ -413,6 +413,8 @@ class ClipText(Transformer, settings_prefix="model.text"):
 class HfModel(Model):
     """Base of the settings of models that are one class of transformers."""
 
+    uses_transformers = True
+
     weights: Weights = Field(
         "none",
         description="`none`, a folder saved by transformers, a hub name, or an open_clip "
@@ -594,6 +596,7 @@ class Vlm(Model):
     branches = ("vision", "audio", "language")
     objectives = ("language_modelling", "dpo")
     generates_text = True
+    uses_transformers = True
 
     inputs: VlmInputs = VlmInputs()  # type: ignore[assignment]
     weights: Weights = Field(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmray.builtin import KINDS
 from mmray.data.stream.order import SamplePlan
@@ -34,6 +32,7 @@ from mmray.models.build import build, build_on
 from mmray.models.lora import FrozenBase
 from mmray.models.protocol import PRETRAINED, Model, WeightSource, saved_layers
 from mmray.models.synthetic import synthetic_rows
+from mmray.models.weights import copy_to_meta
 from mmray.storage.paths import AnyPath
 
 if TYPE_CHECKING:
@@ -56,9 +55,16 @@ def build_for_device(
     reads_weights = checkpoint is None or saved_base is not None
     source = PRETRAINED if reads_weights else saved_layers(meta["architecture"])
     model = build_model(config, group, source)
+
+    def frozen_base() -> FrozenBase:
+        base = lora.frozen_base(model, config.model.initial_weights)
+        if saved_base is not None:
+            base.check(saved_base)
+        return base
+
     base = None
     if reads_weights and lora.leaves_out_base(config.model):
-        base = _frozen_base(model, config.model.initial_weights, group, saved_base)
+        base = group.call_on_rank0(frozen_base)
     for note in model.build_notes:
         driver.notify("model", note)
     if config.train.compile == "auto" and config.model.lora.load_in_4bit:
@@ -75,24 +81,6 @@ def build_for_device(
     if text := configure_torch(config.train, group.device):
         driver.notify("device", text)
     return config, model, base
-
-
-def _frozen_base(
-    model: nn.Module, weights: str, group: Group, saved: Mapping[str, str] | None
-) -> FrozenBase:
-    """Return the frozen weights of the model, which are equal to `saved` of a checkpoint, if given;
-    only rank 0 hashes them. A collective call.
-
-    Raises UsageError on every rank.
-    """
-
-    def checked_hash() -> str:
-        base = lora.frozen_base(model, weights)
-        if saved is not None:
-            base.check(saved)
-        return base.sha256
-
-    return FrozenBase(weights, group.call_on_rank0(checked_hash), lora.frozen_names(model))
 
 
 def _set_reference(
@@ -149,14 +137,9 @@ def _earns_compile(
     if default == "none" or must_compile:
         return True
     without_autocast = precision.Precision("fp32", None, "meta")
-    memo: dict[int, Tensor] = {
-        id(weight): nn.Parameter(weight.detach().to("meta"), weight.requires_grad)
-        for weight in model.parameters()
-    }
-    memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
     row = synthetic_rows(model, config.model, 1, "meta")
     try:
-        flops = model_flops_of_row(copy.deepcopy(model, memo), row, without_autocast)
+        flops = model_flops_of_row(copy_to_meta(model), row, without_autocast)
     except Exception:  # noqa: BLE001 - code of a user may fail in any way on the meta device
         return True
     mixed = precision.select_precision(config.train.precision, device)

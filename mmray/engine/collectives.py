@@ -182,11 +182,6 @@ class Group:
 
         return read
 
-    def barrier(self) -> None:
-        """Wait until all ranks have called this."""
-        if self.world_size > 1:
-            dist.barrier()
-
     def all_gather_objects(self, value: object) -> list[Any]:
         """Return every rank's value in rank order."""
         if self.world_size == 1:

@@ -51,11 +51,9 @@ class StepResult:
         return math.isfinite(self.grad_norm)
 
 
-def optimizer_step(
-    state: TrainState, batch: LocalBatch, seed_of: SeedFn, stop: bool = False
-) -> StepResult:
+def optimizer_step(state: TrainState, batch: LocalBatch, seed_of: SeedFn) -> StepResult:
     """Take one step: forward and backward of all micro-batches, then the update."""
-    return apply_update(state, accumulate_gradients(state, batch, seed_of, stop))
+    return apply_update(state, accumulate_gradients(state, batch, seed_of))
 
 
 def accumulate_gradients(

@@ -103,5 +103,5 @@ def build_on(
 
 def import_libraries(spec: ModelConfig) -> None:
     """Import transformers, which takes seconds, for the kinds that always use it."""
-    if spec.kind in ("clip", "siglip", "naflex", "vlm"):
+    if spec.uses_transformers:
         import transformers.modeling_utils  # noqa: F401

@@ -108,14 +108,6 @@ def leaves_out_base(spec: ModelConfig) -> bool:
     return bool(spec.lora.rank) and starts_from_files(spec)
 
 
-def frozen_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the frozen weights (those without `requires_grad`) in the state dict of a
-    model.
-    """
-    weights = model.named_parameters(remove_duplicate=False)
-    return frozenset(name for name, weight in weights if not weight.requires_grad)
-
-
 def frozen_base(model: nn.Module, weights: str) -> FrozenBase:
     """Return the identity of the frozen weights of a model, 1 to 2 s for 1 GB on a core.
 
@@ -127,10 +119,12 @@ def frozen_base(model: nn.Module, weights: str) -> FrozenBase:
         A FrozenBase: `weights`, `sha256` (digest of the frozen weights) and `names` (in the state
         dict).
     """
-    names = frozen_names(model)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    sha256 = _hash_tensors({name: parameters[name] for name in names})
-    return FrozenBase(weights, sha256, names)
+    frozen = {
+        name: weight
+        for name, weight in model.named_parameters(remove_duplicate=False)
+        if not weight.requires_grad
+    }
+    return FrozenBase(weights, _hash_tensors(frozen), frozenset(frozen))
 
 
 def hash_weights(model: nn.Module) -> str:

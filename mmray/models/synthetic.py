@@ -23,7 +23,7 @@ _SIZES = ((480, 640), (640, 480), (640, 640), (360, 640))  # height and width of
 
 
 def synthetic_rows(
-    model: nn.Module, spec: ModelConfig, rows: int, device: torch.device | str, seed: int = 0
+    model: nn.Module, spec: ModelConfig, rows: int, device: torch.device | str
 ) -> Batch:
     """Return a synthetic batch for a model: of its own `synthetic_batch(rows)`, if it has that,
     otherwise random pixels and random captions of the maximum length.
@@ -32,7 +32,7 @@ def synthetic_rows(
     if own is None:
         # Embeddings of a teacher, of one number each, because the width of the model is not known.
         teacher = {name: torch.ones(rows, 1, device=device) for name in TEACHER_COLUMNS}
-        return synthetic_batch(spec.inputs, spec.vocab_size, rows, device, seed) | teacher
+        return synthetic_batch(spec.inputs, spec.vocab_size, rows, device) | teacher
     return {name: column.to(device) for name, column in own.items()}
 
 

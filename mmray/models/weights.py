@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from zipfile import BadZipFile
 
 import torch
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from mmray.config.model_kinds import Transformer
 
+M = TypeVar("M", bound=nn.Module)
 WEIGHTS_SETTING = "model.weights"
 HAVE_POOLER_OPTION = ("vit", "bert", "roberta", "xlm-roberta", "camembert", "ernie", "albert")
 # Sinusoidal positions of the encoders of Whisper and Qwen2-Audio, which are not trained.
@@ -64,6 +66,16 @@ def parameters_on(device: torch.device | str) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def copy_to_meta(module: M) -> M:
+    """Return a copy of a module on the meta device, which takes no memory."""
+    copies: dict[int, Tensor] = {
+        id(weight): nn.Parameter(weight.detach().to("meta"), weight.requires_grad)
+        for weight in module.parameters()
+    }
+    copies |= {id(buffer): buffer.to("meta") for buffer in module.buffers()}
+    return copy.deepcopy(module, copies)
 
 
 def save_weights(

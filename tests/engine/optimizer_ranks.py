@@ -61,7 +61,7 @@ def train_twice(
 
     log, whole, resumed = toy.Lines(), toy.Branched().double(), toy.Branched().double()
     toy.run(whole, plan, group, micro=4, save=save, log=log, **options)
-    group.barrier()
+    group.all_gather_objects(None)
     toy.run(
         resumed,
         plan,

@@ -82,7 +82,7 @@ def main_four(rank: int, folder: str) -> None:
     group = join_group(folder, "four", rank, 4)
     results: dict[str, Any] = {name: train(group) for name, (train, _) in FOUR_RANKS.items()}
     results["timeouts_of_hsdp"] = timeouts_of_hsdp(group)
-    group.barrier()
+    group.all_gather_objects(None)
     dist.destroy_process_group()
     scenario = (oom_in_sharded_forward, oom_in_optimizer)[rank // 2]
     results["oom"] = scenario(join_group(folder, scenario.__name__, rank % 2, 2))

@@ -43,7 +43,7 @@ def run_config(config, train_set, folder, eval_set=None, checkpoint=None, device
     first = 0 if checkpoint is None else files.step_of(checkpoint)
     if group.rank == 0:
         run_dir.write_run_files(folder, config, {"train": "made"}, tokenizer)
-    group.barrier()
+    group.all_gather_objects(None)
     lease = Lease(folder) if group.rank == 0 else None
     reader = RowReader(train_set, config.model.inputs, tokenizer, 10**6)
     fencing_token = lease.acquire() if lease else 0
@@ -61,7 +61,7 @@ def run_config(config, train_set, folder, eval_set=None, checkpoint=None, device
         result = train_worker(
             context, ResumePoint(plan, first, checkpoint and str(checkpoint)), rows, device, driver
         )
-        group.barrier()
+        group.all_gather_objects(None)
     finally:
         if lease:
             lease.release()

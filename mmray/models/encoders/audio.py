@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmray.models.encoders.text import INIT_STD, TransformerLayer, length_mask, mask_with_first
+from mmray.models.encoders.text import TransformerLayers, init_as_bert, length_mask
 
 if TYPE_CHECKING:
     from mmray.config.model_kinds import AudioTower
@@ -122,13 +122,8 @@ class AudioTransformer(nn.Module):
         self.conv2 = nn.Conv1d(spec.width, spec.width, 3, stride=2, padding=1)
         self.norm = nn.LayerNorm(spec.width)
         self.dropout = nn.Dropout(spec.dropout)
-        self.layers = nn.ModuleList(
-            TransformerLayer(spec.width, spec.heads, spec.dropout) for _ in range(spec.depth)
-        )
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=INIT_STD)
-                nn.init.zeros_(module.bias)
+        self.layers = TransformerLayers(spec.width, spec)
+        init_as_bert(self)
 
     def forward(self, audio: Tensor, num_samples: Tensor) -> tuple[Tensor, Tensor]:
         mels = self.mels(audio)
@@ -140,10 +135,7 @@ class AudioTransformer(nn.Module):
         hidden = hidden.transpose(1, 2)
         hidden = self.dropout(self.norm(hidden + _sinusoids(hidden)))
         mask = length_mask(frames, hidden.shape[1])
-        attended = mask_with_first(mask)[:, None, None, :]
-        for layer in self.layers:
-            hidden = layer(hidden, attended)
-        return hidden, mask
+        return self.layers(hidden, mask), mask
 
 
 def _masked(hidden: Tensor, lengths: Tensor) -> Tensor:

@@ -4,10 +4,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 from urllib.error import URLError
 
 import torch
@@ -19,6 +18,7 @@ from mmray.models.encoders.positions import resize_vision_model
 from mmray.models.protocol import PRETRAINED, WeightSource
 from mmray.models.weights import (
     build_hf_encoder,
+    copy_to_meta,
     encoder_config,
     freeze_batch_norms,
     load_state,
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from mmray.config import ImageTower
 
-M = TypeVar("M", bound=nn.Module)
 WEIGHTS_SETTING = "model.image.weights"
 # Layers before the blocks, and those with the blocks, by package and class of the network.
 RESNET_LAYERS = {
@@ -133,7 +132,7 @@ class ImageEncoder(nn.Module, ABC):
     @torch.no_grad()
     def num_positions(self, image_side: int) -> int:
         """Return the number N of positions of the features of an image."""
-        on_meta = _copy_to_meta(self)
+        on_meta = copy_to_meta(self).eval()
         pixels = torch.zeros(1, 3, image_side, image_side, device="meta")
         return int(on_meta.features(pixels).shape[1])
 
@@ -234,7 +233,7 @@ def _freeze_unused(net: nn.Module, image_side: int) -> None:
     They are found by a backward pass of a copy on the meta device, without memory. Raises the
     network's errors.
     """
-    on_meta = _copy_to_meta(net)
+    on_meta = copy_to_meta(net).eval().requires_grad_()
     with torch.enable_grad():
         pixels = torch.zeros(1, 3, image_side, image_side, device="meta")
         features = on_meta(pixels).last_hidden_state
@@ -243,13 +242,6 @@ def _freeze_unused(net: nn.Module, image_side: int) -> None:
     for weight, gradient in zip(net.parameters(), gradients, strict=True):
         if gradient is None:
             weight.requires_grad_(False)
-
-
-def _copy_to_meta(module: M) -> M:
-    """Return a copy of a module in evaluation mode on the meta device, which takes no memory."""
-    weights = {id(each): nn.Parameter(each.detach().to("meta")) for each in module.parameters()}
-    buffers = {id(each): each.to("meta") for each in module.buffers()}
-    return copy.deepcopy(module, weights | buffers).eval()
 
 
 def _resnet(spec: ImageTower, source: WeightSource) -> tuple[Any, int, int]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from mmray.config import TextTower
+    from mmray.config.model_kinds import AudioTower, FrameTransformer
 
 WEIGHTS_SETTING = "model.text.weights"
 INIT_STD = 0.02  # as in BERT
@@ -124,23 +125,46 @@ class TextTransformer(nn.Module):
         self.positions = nn.Embedding(max_tokens, spec.width)
         self.norm = nn.LayerNorm(spec.width)
         self.dropout = nn.Dropout(spec.dropout)
-        self.layers = nn.ModuleList(
-            TransformerLayer(spec.width, spec.heads, spec.dropout) for _ in range(spec.depth)
-        )
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=INIT_STD)
-            if isinstance(module, nn.Linear):
-                nn.init.zeros_(module.bias)
+        self.layers = TransformerLayers(spec.width, spec)
+        init_as_bert(self)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.dropout(
             self.norm(self.tokens(input_ids) + self.positions.weight[: input_ids.shape[1]])
         )
-        mask = mask_with_first(attention_mask)[:, None, None, :]
-        for layer in self.layers:
-            hidden = layer(hidden, mask)
-        return hidden, attention_mask
+        return self.layers(hidden, attention_mask), attention_mask
+
+
+def init_as_bert(module: nn.Module) -> None:
+    """Draw the weights of linear layers and embeddings again, and set biases to zero."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear | nn.Embedding):
+            nn.init.normal_(layer.weight, std=INIT_STD)
+        if isinstance(layer, nn.Linear):
+            nn.init.zeros_(layer.bias)
+
+
+class TransformerLayers(nn.ModuleList):
+    """Layers of self-attention and MLP.
+
+    Forward takes hidden states [B, T, W] and their mask int64 [B, T], 0 for padding, and returns
+    hidden states [B, T, W].
+
+    Args:
+        width: Size W of the hidden states.
+        spec: Section with depth, heads and dropout.
+    """
+
+    def __init__(self, width: int, spec: TextTower | AudioTower | FrameTransformer) -> None:
+        super().__init__(
+            TransformerLayer(width, spec.heads, spec.dropout) for _ in range(spec.depth)
+        )
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        attended = mask_with_first(mask)[:, None, None, :]
+        for layer in self:
+            hidden = layer(hidden, attended)
+        return hidden
 
 
 class TransformerLayer(nn.Module):

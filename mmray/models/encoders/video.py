@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mmray.errors import UsageError
 from mmray.models.encoders.image import build_image_tower
-from mmray.models.encoders.text import INIT_STD, TransformerLayer, length_mask, mask_with_first
+from mmray.models.encoders.text import INIT_STD, TransformerLayers, length_mask
 from mmray.models.protocol import PRETRAINED, WeightSource
 
 if TYPE_CHECKING:
@@ -44,9 +44,7 @@ class FrameEncoder(nn.Module):
                 f"model.video.heads: {video.heads} heads do not divide the width of the image "
                 f"tower, {self.width}; change one of them"
             )
-        self.layers = nn.ModuleList(
-            TransformerLayer(self.width, video.heads, video.dropout) for _ in range(video.depth)
-        )
+        self.layers = TransformerLayers(self.width, video)
         self.positions: nn.Parameter | None = None
         if video.depth:  # without layers the order of the frames has no effect
             positions = torch.empty(inputs.frames, self.width)
@@ -55,9 +53,6 @@ class FrameEncoder(nn.Module):
     def forward(self, pixels: Tensor, num_frames: Tensor) -> tuple[Tensor, Tensor]:
         features = self.image(pixels.flatten(0, 1)).unflatten(0, pixels.shape[:2])
         mask = length_mask(num_frames, pixels.shape[1])
-        attended = mask_with_first(mask)[:, None, None, :]
         if self.positions is not None:
             features = features + self.positions[: pixels.shape[1]]
-        for layer in self.layers:
-            features = layer(features, attended)
-        return features, mask
+        return self.layers(features, mask), mask

@@ -131,7 +131,8 @@ def export(
     model = as_model(module)
     if adapters_only and "decoder" in model.branches():
         raise UsageError("--adapters: peft cannot save the decoder of captions; leave it out")
-    hf = transformers_config(model, tokenizer_json)
+    encoder = TextEncoder(tokenizer_json, spec["inputs"]["max_tokens"])
+    hf = model.export_hf_config(encoder.end_id, encoder.pad_id)
     tokenizer, tokenizer_config = hf_tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
     config = {EXPORT_MARKER: VERSION, "model": spec, "architecture": model.architecture()}
     files: dict[str, Any] = {TOKENIZER: tokenizer, TOKENIZER_CONFIG: tokenizer_config}
@@ -239,20 +240,6 @@ def _is_export_or_empty(folder: AnyPath) -> bool:
     if not isinstance(config, dict) or EXPORT_MARKER not in config:
         return False
     return names <= EXPORT_FILES | set(config.get(FILE_NAMES, ()))
-
-
-def transformers_config(model: Model, tokenizer_json: str) -> dict[str, Any] | None:
-    """Return the values of config.json for transformers.
-
-    Args:
-        tokenizer_json: Its tokenizer, the text of a tokenizer.json, for the ids of special tokens.
-
-    Returns:
-        The values by name, such as `architectures` and `model_type`; None if transformers has no
-        class that computes the same.
-    """
-    encoder = TextEncoder(tokenizer_json, 8)
-    return model.export_hf_config(encoder.end_id, encoder.pad_id)
 
 
 def _rename(prefixes: Mapping[str, str], name: str) -> str:

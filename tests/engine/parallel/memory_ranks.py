@@ -65,7 +65,7 @@ def main(rank: int, folder: str, scenario: str) -> None:
         float(to_local(weight.detach()).double().square().sum()) for weight in weights
     )
     torch.save(result, f"{folder}/rank-{rank}.pt")
-    group.barrier()
+    group.all_gather_objects(None)
     os._exit(0)  # see ranks.main_two
 
 

@@ -73,7 +73,7 @@ def run(
     lease = Lease(folder) if group.rank == 0 else None
     if group.rank == 0:
         run_dir.write_run_files(folder, config, {"train": "made"}, "")
-    group.barrier()
+    group.all_gather_objects(None)
     context = WorkerContext(
         config, folder, lease.acquire() if lease else 0, reader, None, "", shape
     )
@@ -90,6 +90,6 @@ def run(
     try:
         return train_worker(context, start, rows, torch.device("cpu"), driver)
     finally:
-        group.barrier()
+        group.all_gather_objects(None)
         if lease:
             lease.release()
