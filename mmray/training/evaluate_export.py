@@ -47,11 +47,7 @@ from mmray.models.protocol import PRETRAINED, saved_layers
 from mmray.storage.paths import AnyPath, to_path
 from mmray.training import RunReporter, validate
 from mmray.training.local import count_gpus, resolve_on_this_machine
-from mmray.training.run_dir import (
-    RunDir,
-    check_processor,
-    describe_unstored_processor,
-)
+from mmray.training.run_dir import RunDir, check_processor
 from mmray.training.sets import eval_prepare_settings, held_out_rows
 
 # A step, the checkpoint with the best metric (`best_metric`), or (None) the newest valid one.
@@ -144,8 +140,6 @@ def open_model(
         return *with_tokenizer(source, log), None
     opened = open_run(source, step)
     check_processor(to_path(source), opened[0].model)
-    if line := describe_unstored_processor(to_path(source), opened[0].model):
-        log(line, "warning")
     return opened
 
 
@@ -178,18 +172,24 @@ def export_model(
     # Adapters of a quantized model are those of its weights before.
     unquantized = config.model.lora.replace(load_in_4bit=False)
     config = config.replace(model=config.model.replace(lora=unquantized))
-    if not adapters_only:
+    settings = config.model
+    if adapters_only:
+        if not settings.lora.rank or interpolate != 1 or format != "transformers":
+            raise UsageError(
+                "--adapters needs a run with model.lora.rank, and no --interpolate or --format"
+            )
+        _check_start("--adapters", settings)
+        model = load_model(config, checkpoint)
+    else:
         model = lora.merge_adapters(_load_interpolated(config, checkpoint, interpolate))
-        # The adapters are merged into the weights.
-        settings = config.model.replace(lora=Lora())
-        return _export(model, settings, tokenizer_json, out, log, format=format)
-    if not config.model.lora.rank or interpolate != 1 or format != "transformers":
-        raise UsageError(
-            "--adapters needs a run with model.lora.rank, and no --interpolate or --format"
-        )
-    _check_start("--adapters", config.model)
-    model = load_model(config, checkpoint)
-    return _export(model, config.model, tokenizer_json, out, log, adapters_only=True)
+        settings = settings.replace(lora=Lora())  # they are merged into the weights
+    spec = settings.model_dump(mode="json")
+    if isinstance(settings, Vlm):
+        from mmray.models.vlm.model import Vlm as VlmModel
+
+        assert isinstance(model, VlmModel)
+        return export_vlm(model, spec, out, adapters_only, log)
+    return export(model, spec, tokenizer_json, out, adapters_only, format)
 
 
 def interpolate_from_start(model: nn.Module, settings: AnyModel, share: float) -> None:
@@ -234,24 +234,6 @@ def _check_start(option: str, settings: AnyModel) -> None:
             f"{option} needs a run whose initial weights are all in files of `model.weights`; this "
             f"run has random ones (model.weights: {settings.initial_weights}); leave {option} out"
         )
-
-
-def _export(
-    model: nn.Module,
-    settings: AnyModel,
-    tokenizer_json: str,
-    out: str | AnyPath,
-    log: Log,
-    adapters_only: bool = False,
-    format: ExportFormat = "transformers",
-) -> AnyPath:
-    spec = settings.model_dump(mode="json")
-    if isinstance(settings, Vlm):
-        from mmray.models.vlm.model import Vlm as VlmModel
-
-        assert isinstance(model, VlmModel)
-        return export_vlm(model, spec, out, adapters_only, log)
-    return export(model, spec, tokenizer_json, out, adapters_only, format)
 
 
 def evaluate_model(
@@ -481,19 +463,20 @@ _MODELS: dict[str, nn.Module] = {}
 
 
 def cached_model(
-    config: Config, checkpoint: str | None, digest: str, device: torch.device
-) -> nn.Module:
-    """Return a model on a device with merged adapters, which this process keeps until it loads
-    another one.
+    config: Config, checkpoint: str | None, digest: str
+) -> tuple[nn.Module, torch.device]:
+    """Return a model with merged adapters, on the GPU of this process if it has one, and the
+    device. The process keeps the model until it loads another one.
 
     Args:
         digest: Hash of the model.
     """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if digest not in _MODELS:
         _MODELS.clear()
         path = None if checkpoint is None else to_path(checkpoint)
         _MODELS[digest] = lora.merge_adapters(load_model(config, path)).to(device)
-    return _MODELS[digest]
+    return _MODELS[digest], device
 
 
 def _open_held_out(

@@ -1,5 +1,5 @@
 """Columns by other models that a run reads, which `mmray score` wrote: log-probabilities of the
-reference model of dpo (reference_job.py), and embeddings of the teacher of distillation (score.py).
+reference model of dpo, and embeddings of the teacher of distillation.
 """
 
 from __future__ import annotations

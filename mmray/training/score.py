@@ -1,5 +1,5 @@
-"""`mmray score`: similarity of image and caption of each row of a prepared set by a model, or the
-log-probabilities of its answers (reference_job.py).
+"""`mmray score`: similarity of image and caption of each row of a prepared set by a model, or by a
+vision-language model the log-probabilities of its chosen and rejected answers, for objective dpo.
 
 Tasks embed rows with the functions of the evaluation; the scores are a column of the set.
 """
@@ -7,7 +7,8 @@ Tasks embed rows with the functions of the evaluation; the scores are a column o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,21 +19,27 @@ import torch
 
 from mmray.builtin import COLUMNS, is_column_name
 from mmray.cluster.connect import data_session
-from mmray.config import Cluster, Config
-from mmray.data.prepare.map_shards import map_shards
+from mmray.config import Cluster, Config, Vlm
+from mmray.data.prepare.map_shards import map_shards, row_batches
 from mmray.data.prepare.pipeline import PrepareProgress
 from mmray.data.prepare.tasks import RESUME_HINT
 from mmray.data.store.manifest import Manifest, read_manifest, write_manifest
+from mmray.data.store.mixture import read_each
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.row_columns import KEPT, separate_columns
 from mmray.data.store.row_values import COLUMNS_DIR, RowValues
+from mmray.data.store.stored_row import Row
+from mmray.data.vlm.encoder import EncodedRow
+from mmray.data.vlm.reader import ADAPTERS_OFF, ConversationReader, ReferenceLogProbs
 from mmray.engine import precision
 from mmray.engine.collectives import Group
 from mmray.errors import DataError, ResourceError, UsageError, suggest
 from mmray.evaluation.batches import EvalDataset
 from mmray.evaluation.embeddings import embed_texts, eval_mode
+from mmray.models import lora
 from mmray.models.protocol import ImageTextModel, can_embed
 from mmray.models.synthetic import synthetic_batch
+from mmray.models.vlm.model import Vlm as VlmModel
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, list_names, to_path, write_atomic
 from mmray.training import RunReporter
@@ -42,9 +49,9 @@ from mmray.training.evaluate_export import (
     open_model,
     pretrained_config,
 )
-from mmray.training.reference_job import ReferenceJob, plan_references
 from mmray.training.references import IDENTITY, embedding_columns
 
+MIN_BATCH_TOKENS = 8192  # of answers in a forward pass, unless a row has more
 DEFAULT_NAMES = {False: "clip_score", True: "reference"}  # by whether the model generates text
 
 
@@ -98,8 +105,7 @@ class ScoreJob:
 
     def compute(self, prepared: PreparedSet) -> dict[str, pa.Array]:
         """Return the columns of scores of the rows of a shard."""
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = cached_model(self.config, self.checkpoint, self.digest, device)
+        model, device = cached_model(self.config, self.checkpoint, self.digest)
         if self.captions is not None:
             prepared = prepared.with_captions({self.captions: 1.0})
         assert can_embed(model)
@@ -118,6 +124,72 @@ class ScoreJob:
     def _to_arrow(self, embeddings: np.ndarray, mask: pa.Array | None = None) -> pa.Array:
         flat = pa.array(embeddings.astype(np.float16).ravel())
         return pa.FixedSizeListArray.from_arrays(flat, self.width, mask=mask)
+
+
+@dataclass(frozen=True)
+class ReferenceJob:
+    """Inputs of a task that computes the log-probabilities of the answers of a shard.
+
+    Attributes:
+        config: Settings of the reference model.
+        checkpoint: Folder of its checkpoint; None: `model.weights`.
+        name: Name of the columns, NAME_chosen and NAME_rejected.
+        weights_digest: `hash_weights` of the model.
+        processor_digest: `ProcessorEncoder.digest` of its processor.
+    """
+
+    config: Config
+    checkpoint: str | None
+    name: str
+    weights_digest: str
+    processor_digest: str
+    captions: None = None
+
+    @property
+    def group(self) -> str:
+        """Folder in `columns/` with the file IDENTITY."""
+        return f"{self.name}_chosen"
+
+    @property
+    def digest(self) -> str:
+        """Hash of the model and of how it reads rows."""
+        parts = f"{self.weights_digest} {self.processor_digest}"
+        return hashlib.sha256(parts.encode()).hexdigest()
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What a run compares with its own weights and processor."""
+        return {"weights_digest": self.weights_digest, "processor": self.processor_digest}
+
+    @property
+    def types(self) -> dict[str, str]:
+        """Types of the columns that are written."""
+        return {f"{self.name}_chosen": "double", f"{self.name}_rejected": "double"}
+
+    def compute(self, prepared: PreparedSet) -> dict[str, pa.Array]:
+        """Return the columns of the rows of a shard; null for a row that the model cannot read, or
+        without a rejected answer.
+        """
+        model, device = cached_model(self.config, self.checkpoint, self.digest)
+        assert isinstance(model, VlmModel)
+        config = self.config
+        max_pixels = max(config.prepare.max_pixels, prepared.max_pixels)
+        references = ReferenceLogProbs(ADAPTERS_OFF)
+        assert isinstance(config.model, Vlm)
+        reader = ConversationReader(prepared, config.model, max_pixels, references=references)
+        reader.encoder = model.encoder  # otherwise the processor is loaded twice
+        values = np.full((prepared.num_rows, 2), np.nan)
+        autocast = precision.select_precision(config.train.precision, device).autocast()
+        collate = model.collator(pairs=True)
+        max_tokens = max(MIN_BATCH_TOKENS, config.max_row_tokens)
+        with eval_mode(model), torch.no_grad(), autocast:
+            for numbers, rows in _answer_batches(prepared, reader, max_tokens):
+                batch = {name: each.to(device) for name, each in collate(rows).items()}
+                values[numbers] = model(batch)["log_probs"].double().cpu().numpy()
+        return {
+            name: pa.array(column, mask=np.isnan(column))
+            for name, column in zip(self.types, values.T.copy(), strict=True)
+        }
 
 
 def score_set(
@@ -154,11 +226,14 @@ def score_set(
     name = DEFAULT_NAMES[config.model.generates_text] if name is None else name
     job: ScoreJob | ReferenceJob
     if config.model.generates_text:
-        job = _plan_references(prepared, config, checkpoint, name, captions, with_embeddings)
+        if with_embeddings or captions is not None:
+            raise UsageError("--embeddings and --captions: a vision-language model has neither")
+        job = _plan_references(prepared, config, checkpoint, name)
     else:
         config = config.replace(evaluate=config.evaluate.replace(batch=batch))
-        job = _plan(prepared, weights, config, tokenizer_json, checkpoint, name, captions)
-        job = replace(job, with_embeddings=with_embeddings)
+        job = _plan(
+            prepared, weights, config, tokenizer_json, checkpoint, name, captions, with_embeddings
+        )
     if job.captions is not None:
         reporter.log(f"column {job.captions} of {prepared.folder}", "captions")
     try:
@@ -214,13 +289,12 @@ def _plan_references(
     config: Config,
     checkpoint: AnyPath | None,
     name: str,
-    captions: str | None,
-    with_embeddings: bool,
 ) -> ReferenceJob:
-    if with_embeddings or captions is not None:
-        raise UsageError("--embeddings and --captions: a vision-language model has neither")
     _check_name(name, ("chosen", "rejected"), prepared)
-    return plan_references(config, checkpoint, name)
+    model = lora.merge_adapters(load_model(config, checkpoint))
+    assert isinstance(model, VlmModel)
+    path = None if checkpoint is None else str(checkpoint)
+    return ReferenceJob(config, path, name, lora.hash_weights(model), model.encoder.digest)
 
 
 def _plan(
@@ -231,6 +305,7 @@ def _plan(
     checkpoint: AnyPath | None,
     name: str,
     captions: str | None,
+    with_embeddings: bool,
 ) -> ScoreJob:
     """Load the model once, before Ray starts, and check that it can score the set."""
     if not prepared.rows_by_num_images.get(1):
@@ -266,7 +341,7 @@ def _plan(
         tokenizer_json,
         None if checkpoint is None else str(checkpoint),
         name,
-        False,
+        with_embeddings,
         scored[0] if scored else None,
         digest.hexdigest(),
         width,
@@ -369,3 +444,31 @@ def embed_rows(
             captions.append(text.numpy())
             num_captions[rows.numpy()] = counts.numpy()
     return EmbeddedRows(scores, images, np.concatenate(captions), num_captions)
+
+
+def _answer_batches(
+    prepared: PreparedSet, reader: ConversationReader, max_tokens: int
+) -> Iterator[tuple[list[int], list[EncodedRow]]]:
+    """Yield the numbers of rows that have both answers, and their encoded rows, by tokens."""
+    numbers: list[int] = []
+    rows: list[EncodedRow] = []
+    longest = 0
+    for part in row_batches(prepared):
+        for number, row in zip(part.tolist(), read_each(prepared, part), strict=True):
+            encoded = None
+            if isinstance(row, Row) and row.checksum_ok:
+                with suppress(*reader.row_errors):
+                    encoded = reader.encode_row(row)
+            if encoded is None:
+                continue
+            tokens = max(len(each.input_ids) for each in encoded.conversations)
+            if rows and 2 * max(longest, tokens) * (len(rows) + 1) > max_tokens:
+                yield numbers, rows
+                numbers = []
+                rows = []
+                longest = 0
+            numbers.append(number)
+            rows.append(encoded)
+            longest = max(longest, tokens)
+    if rows:
+        yield numbers, rows
