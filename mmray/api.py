@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from mmray.data.store.manifest import Manifest
     from mmray.report.prepared import SetRecord
     from mmray.training import RunReporter
-    from mmray.tuning.request import SweepRequest
     from mmray.tuning.sweep import SweepReporter
+    from mmray.tuning.trials import SweepRequest
 
 Settings = Mapping[str, Any] | Section  # {field: value}, or an object of mmray.config
 # A ray.data.Dataset, a pandas or pyarrow table, a Hugging Face Dataset or DatasetDict, or dicts.
@@ -542,9 +542,9 @@ def tune(
         ResourceError: the cluster cannot provide the resources.
     """
     from mmray.tuning import trials
-    from mmray.tuning.request import SweepRequest, parse_budget
 
-    _check_choice("goal", goal, Goal)
+    if goal not in get_args(Goal):
+        raise UsageError(f"goal: unknown goal `{goal}`; {suggest(goal, get_args(Goal))}")
     require_positive(samples=samples, concurrency=concurrency)
     own = _load(recipe)
     # Without the length of the recipe, so that what is left is the length of a trial.
@@ -556,24 +556,17 @@ def tune(
         _refuse_options_of_trials(samples=samples, budget=budget, concurrency=concurrency)
         sweep = _measure_shapes(base, reporter)
     else:
-        request = SweepRequest(
+        request = trials.SweepRequest(
             base=base,
             length=settings.train,
             space=build_space(space, samples, base.train.seed),
             goal=goal,
             concurrency=concurrency,
-            budget_s=parse_budget(budget),
+            budget_s=trials.parse_budget(budget),
         )
         sweep = _run_trials(request, reporter)
     _check_recommendation(sweep)
     return sweep
-
-
-def _check_choice(name: str, value: str, choices: object) -> None:
-    """Raise UsageError for a value that is not in the Literal type `choices`."""
-    known = get_args(choices)
-    if value not in known:
-        raise UsageError(f"{name}: unknown {name} `{value}`; {suggest(str(value), known)}")
 
 
 def _refuse_options_of_trials(**given: object) -> None:

@@ -88,8 +88,8 @@ def _axis_title(text: str) -> dict[str, Any]:
     return {"text": text, "standoff": 6}
 
 
-def _curve(name: str, color: str, width: int = 2, dash: str = "solid", **options: object) -> Trace:
-    line = {"color": color, "width": width, "dash": dash}
+def _curve(name: str, color: str, width: int = 2, **options: object) -> Trace:
+    line = {"color": color, "width": width}
     curve = {"type": "scatter", "name": name, "mode": "lines+markers", "line": line}
     return curve | {"marker": {"size": 4 + width}} | options
 

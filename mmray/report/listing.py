@@ -29,29 +29,24 @@ def list_runs(folder: AnyPath) -> list[dict[str, Any]]:
         raise UsageError(
             f"cannot list {folder}: {error.strerror or error}; give a folder of runs"
         ) from None
-    rows = [row for row in iter_parallel(_summarize_readable, children, THREADS) if row is not None]
+    rows = [row for row in iter_parallel(_summarize, children, THREADS) if row is not None]
     return sorted(rows, key=lambda row: row["age_s"])
 
 
-def _summarize_readable(folder: AnyPath) -> dict[str, Any] | None:
-    """Return the row of a run or sweep; None for other entries and without access."""
-    try:
-        return _summarize(folder)
-    except PermissionError:
-        return None
-
-
 def _summarize(folder: AnyPath) -> dict[str, Any] | None:
-    """Return the row of a run or sweep; None for other entries."""
+    """Return the row of a run or sweep; None for other entries and without access."""
     changed_s = []
     for name in FILES:
         with suppress(OSError):
             changed_s.append((folder / name).stat().st_mtime)
-    if (folder / SWEEP).is_file():
-        row = _sweep_row(SweepRecord.read(folder))
-    elif (folder / "config.yaml").is_file():
-        row = _run_row(folder)
-    else:
+    try:
+        if (folder / SWEEP).is_file():
+            row = _sweep_row(SweepRecord.read(folder))
+        elif (folder / "config.yaml").is_file():
+            row = _run_row(folder)
+        else:
+            return None
+    except PermissionError:
         return None
     if lease.is_live(folder):
         row["state"] = "running"

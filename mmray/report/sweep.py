@@ -50,19 +50,14 @@ COLUMNS = (
 )
 
 
-def setting_columns(rows: Sequence[TrialRow]) -> list[Column]:
-    """Return a column for each setting that a sweep varies."""
-    names = dict.fromkeys(name for row in rows for name in row.settings)
-    return [Column(name, name) for name in names]
-
-
 def trial_columns(rows: Sequence[TrialRow]) -> list[Column]:
     """Return the columns of the table of trials: the settings that the sweep varies, then what was
     measured of a trial.
 
     The batch, such as its micro-batch, is among the measurements.
     """
-    settings = [column for column in setting_columns(rows) if column.field not in BATCH_SETTINGS]
+    names = dict.fromkeys(name for row in rows for name in row.settings)
+    settings = [Column(name, name) for name in names if name not in BATCH_SETTINGS]
     measured = [
         column for column in COLUMNS if any(getattr(row, column.field) is not None for row in rows)
     ]
@@ -145,12 +140,7 @@ class SweepRecord:
         """The row of the recommended trial in trials.jsonl, a TrialRow with `trial` (name),
         `status`, `settings`, `samples_per_s` and others; None if there is no recommendation.
         """
-        return self.trial(self.recommendation.best) if self.recommendation else None
-
-    def trial(self, name: str) -> TrialRow | None:
-        """Return the row of trials.jsonl (settings, status, measurements) of a trial; None if there
-        is none.
-        """
+        name = self.recommendation.best if self.recommendation else None
         return next((row for row in self.trials if row.trial == name), None)
 
     def value(self, row: TrialRow) -> float | None:

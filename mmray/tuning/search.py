@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from mmray.cluster.connect import asks_for_cluster, ray_session
 from mmray.cluster.run_resources import (
@@ -22,19 +21,18 @@ from mmray.errors import MmrayError, ResourceError, TrainingError, UsageError
 from mmray.report.sweep import SweepRecord
 from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
-from mmray.sweep_files import GOALS, Recommendation
+from mmray.sweep_files import GOALS
 from mmray.training.local import count_gpus
 from mmray.training.resolve import resolve_run
 from mmray.training.run_dir import collect_environment
 from mmray.tuning.concurrency import plan_concurrency
 from mmray.tuning.ray_tune import ENVIRONMENT, run_trials_on_ray_tune
-from mmray.tuning.request import SweepRequest
 from mmray.tuning.results import recommend_trial
 from mmray.tuning.rungs import select_promoted
 from mmray.tuning.suggestions import random_settings
-from mmray.tuning.sweep import STOP_FILE, SweepDir, SweepReporter, SweepState, resolve_sweep_dir
+from mmray.tuning.sweep import STOP_FILE, SweepReporter, SweepState, resolve_sweep_dir
 from mmray.tuning.trials import (
-    SweepPlan,
+    SweepRequest,
     Trial,
     TrialData,
     build_plan,
@@ -224,7 +222,9 @@ def run_sweep(state: SweepState, configs: Sequence[Config]) -> None:
         failure = error
     best = recommend_trial(list(state.rows.values()), state.plan.request.goal)
     if best is not None:
-        write_best_recipe(state.folder, state.plan, state.rows[best.best].settings, best)
+        trial = state.plan.trial(best.best, state.rows[best.best].settings)
+        recipe = to_yaml(state.plan.best_recipe(trial))
+        state.folder.write("best.yaml", f"# {best.why}\n{recipe}")
     if failure is not None or (best is None and state.stop_reason is None):
         status = "failed"
     else:
@@ -233,18 +233,6 @@ def run_sweep(state: SweepState, configs: Sequence[Config]) -> None:
     write_report_safely(state.folder.path, state.reporter.log)
     if failure is not None:
         raise failure
-
-
-def write_best_recipe(
-    folder: SweepDir, plan: SweepPlan, settings: dict[str, Any], best: Recommendation
-) -> None:
-    """Write the best trial as best.yaml, with the reason as its first line.
-
-    Args:
-        settings: Searched settings of the best trial, such as {"optimizer.lr": 0.001}.
-    """
-    recipe = plan.best_recipe(plan.trial(best.best, settings))
-    folder.write("best.yaml", f"# {best.why}\n" + to_yaml(recipe))
 
 
 def run_trials(state: SweepState, configs: Sequence[Config]) -> None:

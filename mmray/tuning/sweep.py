@@ -174,17 +174,6 @@ class SweepState:
         """Seconds of all commands of this sweep so far, also of those before it was resumed."""
         return self._earlier_s + self.clock() - self._start_s
 
-    def budget_spent(self) -> float | None:
-        """Return the spent fraction of the sweep's budget, 1 or more if nothing is left; None
-        without a budget.
-        """
-        budget_s = self.plan.request.budget_s
-        return None if budget_s is None else self.elapsed_s / budget_s
-
-    def _num_samples(self) -> int:
-        """Return the samples of all reached rungs."""
-        return sum(row.rungs[-1].samples for row in self.rows.values() if row.rungs)
-
     def add(self, settings: dict[str, Any]) -> str:
         """Add a trial, and return its name: that of a trial of an earlier command with the same
         settings, otherwise a new one such as `t004`.
@@ -224,10 +213,9 @@ class SweepState:
         if rung is not None:
             row = self.rows[name]
             self.rows[name] = replace(row, rungs=(*row.rungs, rung))
+            done = sum(each.samples or 0 for each in self.rows.values())
             planned = planned_samples(self.plan.request.space.num_trials, self.plan.rungs)
-            self.reporter.prepare_progress(
-                PrepareProgress("tune", self._num_samples(), planned, unit="samples")
-            )
+            self.reporter.prepare_progress(PrepareProgress("tune", done, planned, unit="samples"))
         self._update(name, outcome)
         if outcome.status != "stopped":
             self.reporter.trial(self.rows[name], len(self.plan.rungs))
@@ -283,7 +271,8 @@ class SweepState:
         if now_s >= self._save_s + SAVE_INTERVAL_S:
             self._save_s = now_s
             self.write_summary("running")
-        if self.stop_reason is None and (self.budget_spent() or 0.0) >= 1.0:
+        budget_s = self.plan.request.budget_s
+        if self.stop_reason is None and budget_s is not None and self.elapsed_s >= budget_s:
             self._request_stop("budget", "the budget is spent; stopping the running trials")
 
     def is_stopped(self) -> bool:

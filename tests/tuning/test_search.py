@@ -20,8 +20,8 @@ from mmray.errors import ResourceError
 from mmray.models.two_tower import TwoTower
 from mmray.report.sweep import SweepRecord
 from mmray.training.resolve import resolve_run
-from mmray.tuning.request import SweepRequest
 from mmray.tuning.search import search
+from mmray.tuning.trials import SweepRequest
 from tests.made import make_set, row
 from tests.nodes import several_nodes
 from tests.spaces import parse_space

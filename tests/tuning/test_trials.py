@@ -12,12 +12,12 @@ from mmray.cluster.capacity import Node
 from mmray.config import Config, Train, recipes
 from mmray.errors import ResourceError, UsageError
 from mmray.tuning.ray_tune import train_to_rung
-from mmray.tuning.request import SweepRequest
 from mmray.tuning.rungs import rungs_up_to
 from mmray.tuning.search import prepare_data
 from mmray.tuning.trials import (
     DEFAULT_STEPS,
     EVAL_ROWS,
+    SweepRequest,
     TrialData,
     build_plan,
     corner_trials,
