@@ -70,8 +70,8 @@ class SourceChunk:
         index: Number of the chunk in the source, from 0.
         file: Path of the file, relative to the folder of the source; of rows that the driver has
             listed that of the listing, in the folder of the prepared set.
-        start: First byte of a text file, or first row of a Parquet or Arrow file, from 0; a tar is
-            read completely.
+        start: First byte of a text file, or first row of a Parquet or Arrow file, from 0; of a tar
+            the byte from which its samples start.
         stop: The byte or row after the last.
         first_line: Number of its first line or row in the file, from 1, for messages.
         num_rows: Number of rows; None: only known after reading, as of a tar.

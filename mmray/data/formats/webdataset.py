@@ -3,9 +3,10 @@ never extracted.
 
 The base name ends at the first dot, the rest is the extension: `a.jpg` is the image of `a`, and
 `a.0.jpg`, `a.1.jpg` are its images by number; `a.mask.png` is not an image of it. `a.wav` is its
-audio, `a.mp4` its video, and `a.srt` its texts with their spans. A tar is one
-chunk, so one task reads it sequentially; img2dataset splits its output in the same way. Special
-files, paths that leave the folder and truncated members are reported with the member name.
+audio, `a.mp4` its video, and `a.srt` its texts with their spans. A large tar on a disk is cut into
+chunks, whose tasks find their first sample by the headers before it. One on a store is read by one
+task, because its headers cannot be read without the rest. Special files, paths that leave the
+folder and truncated members are reported with the member name.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any
+
+import pyarrow as pa
 
 from mmray.builtin import CHAT_COLUMNS
 from mmray.data.formats.source import (
@@ -53,7 +57,7 @@ from mmray.data.rows import (
     source_columns,
 )
 from mmray.errors import DataError
-from mmray.storage.paths import AnyPath, open_sequential
+from mmray.storage.paths import AnyPath, RemotePath, open_sequential
 from mmray.storage.requests import iter_parallel
 
 TarMember = ImageRef  # has `data`; also used for texts and JSON
@@ -69,6 +73,12 @@ _USED_EXTENSIONS = {"json", "cls", *_TEXT_EXTENSIONS}
 _NUMBER = re.compile(r"[0-9]{1,4}")  # number of one of several images in a sample
 _BUFFER_BYTES = 4 * 1024 * 1024
 _BLOCK = 512
+_CHUNK_BYTES = 64 << 20
+_MAX_CHUNKS = 16  # of a tar, each of which reads the headers before it (5 us each)
+# Types of members: headers of the next member, these and files, which have data, and all others.
+_HEADER_TYPES = (b"x", b"g", b"L", b"K")
+_DATA_TYPES = (b"\0", b"0", b"7", *_HEADER_TYPES)
+_TYPES = (*_DATA_TYPES, b"1", b"2", b"3", b"4", b"5", b"6")
 _MAX_COMPARED_SAMPLES = 100_000  # names compared to find samples whose files are not adjacent
 # Names of the classes 0, 1, ..., one a line, next to the tars.
 _CLASS_FILES = ("classnames.txt", "classes.txt")
@@ -79,7 +89,7 @@ class WebDatasetSource(Source):
     """A tar, or the tars of a folder in sorted order.
 
     A row is a sample: adjacent members with the same name up to the first dot, such as 0001.jpg and
-    0001.txt. A chunk is a tar.
+    0001.txt. A chunk is a tar, or the samples of a large one that start in a range of bytes.
     """
 
     title = "WebDataset"
@@ -101,9 +111,14 @@ class WebDatasetSource(Source):
         names = self.names()
         self.class_names = self._listed_classes
         splits = self.splits(names)
-        for index, (size, signature) in enumerate(iter_parallel(self._check_tar, names)):
-            name = names[index]
-            yield SourceChunk(index, name, 0, size, 1, None, signature, splits[name])
+        index = 0
+        tars = iter_parallel(self._check_tar, names)
+        for name, (size, signature) in zip(names, tars, strict=True):
+            count = 1 if isinstance(self.folder, RemotePath) else size // _CHUNK_BYTES
+            count = max(1, min(count, _MAX_CHUNKS))
+            for start, stop in pairwise(size * number // count for number in range(count + 1)):
+                yield SourceChunk(index, name, start, stop, 1, None, signature, splits[name])
+                index += 1
 
     @cached_property
     def _listed_classes(self) -> tuple[str, ...]:
@@ -127,7 +142,7 @@ class WebDatasetSource(Source):
         return file_signature(self.folder, name)
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
-        samples = _group_samples(_iter_members(self.folder, chunk.file))
+        samples = _group_samples(_iter_members(self.folder, chunk))
         extensions: dict[str, frozenset[str]] = {}  # extensions in earlier samples, by their name
         for number, (stem, sample) in enumerate(samples, 1):
             before = extensions.get(stem)
@@ -232,12 +247,19 @@ def _image_members(members: dict[str, TarMember]) -> list[TarMember]:
     return [member for _, member in sorted(numbered, key=itemgetter(0))]
 
 
-def _iter_members(folder: AnyPath, name: str) -> Iterator[tuple[str, TarMember | BadRow]]:
-    """Yield the members of a tar with their bytes in one pass; a BadRow is last if the tar is
-    truncated.
+def _iter_members(folder: AnyPath, chunk: SourceChunk) -> Iterator[tuple[str, TarMember | BadRow]]:
+    """Yield the members of the samples of a chunk with their bytes in one pass; a BadRow is last if
+    the tar is truncated in it.
     """
     last = "its beginning"
+    name = chunk.file
     with open_sequential(folder / name) as raw:
+        start, stop = 0, None
+        if not isinstance(folder, RemotePath):
+            start, stop = _sample_range(raw, chunk.start, chunk.stop)
+        if start == stop:
+            return
+        raw.seek(start)
         file = io.BufferedReader(raw, _BUFFER_BYTES)
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
@@ -247,6 +269,8 @@ def _iter_members(folder: AnyPath, name: str) -> Iterator[tuple[str, TarMember |
                         yield last, _read_member(name, tar, member)
                     # otherwise tarfile keeps all members in memory
                     tar.members.clear()  # type: ignore[attr-defined]
+                    if stop is not None and tar.offset >= stop:
+                        return
                 end = tar.offset
             file.seek(end)
             is_complete = file.read(_BLOCK) == bytes(_BLOCK)
@@ -261,6 +285,67 @@ def _iter_members(folder: AnyPath, name: str) -> Iterator[tuple[str, TarMember |
                     "read", "truncated", f"the tar is truncated or damaged after {last}: {error}"
                 ),
             )
+
+
+def _sample_range(file: pa.NativeFile, start: int, stop: int) -> tuple[int, int | None]:
+    """Return where the samples that start in a range of bytes of a tar start and end.
+
+    The range ends with None, and the rest of the tar is read, if it has the end mark or a header
+    that only tarfile can read.
+    """
+    size = file.size()
+    if start == 0 and stop == size:
+        return 0, None
+    limits = [start, stop]
+    found = [0] if start == 0 else []
+    offset = 0
+    member_start = 0  # with the headers of long names before its own
+    last = None
+    while (member := _read_header(file, offset)) is not None:
+        header, num_bytes = member
+        if header[156:157] not in _HEADER_TYPES:
+            stem = _header_stem(header)
+            if stem not in (None, last):
+                while len(found) < 2 and member_start >= limits[len(found)]:
+                    found.append(member_start)
+                if len(found) == 2:
+                    return found[0], found[1]
+                last = stem
+            member_start = offset + num_bytes
+        offset += num_bytes
+    end = min(member_start, size - 1)
+    if end < start:
+        return end, end  # another chunk has the end
+    return (found or [end])[0], end if end >= stop else None
+
+
+def _read_header(file: pa.NativeFile, offset: int) -> tuple[bytes, int] | None:
+    """Return the header of a member of a tar, and the bytes to the next one; None: it has none, or
+    one of a rare kind.
+    """
+    file.seek(offset)
+    header: bytes = file.read(_BLOCK)
+    kind = header[156:157]
+    try:
+        checksum = int(header[148:156].strip(b"\0 "), 8)
+        size = int(header[124:136].strip(b"\0 ") or b"0", 8)
+    except ValueError:
+        return None
+    if checksum != 256 + sum(header[:148]) + sum(header[156:]) or kind not in _TYPES:
+        return None
+    num_blocks = -(-size // _BLOCK) if kind in _DATA_TYPES else 0
+    return header, _BLOCK * (1 + num_blocks)
+
+
+def _header_stem(header: bytes) -> str | None:
+    """Return what the members of a sample have in common in their headers; None: of no sample."""
+    prefix, name = (part.partition(b"\0")[0] for part in (header[345:500], header[:100]))
+    path = b"/".join(filter(None, (prefix, name))).decode(errors="replace").removeprefix("./")
+    if header[156:157] == tarfile.DIRTYPE or path.endswith("/"):
+        return None
+    if is_hidden(path) or is_about_the_data(path):
+        return None
+    return _stem_and_extension(path)[0]
 
 
 def _read_member(file: str, tar: tarfile.TarFile, member: tarfile.TarInfo) -> TarMember | BadRow:
@@ -298,10 +383,7 @@ def _group_samples(
         path = name.removeprefix("./")
         if is_hidden(path) or is_about_the_data(path):
             continue
-        folder, _, base = path.rpartition("/")
-        first, _, extension = base.partition(".")
-        stem = f"{folder}/{first}".lstrip("/")
-        extension = extension.lower()
+        stem, extension = _stem_and_extension(path)
         if current is not None and (stem != current or extension in members):
             yield current, members
             members = {}
@@ -309,3 +391,9 @@ def _group_samples(
         members[extension] = member
     if current is not None:
         yield current, members
+
+
+def _stem_and_extension(path: str) -> tuple[str, str]:
+    folder, _, base = path.rpartition("/")
+    first, _, extension = base.partition(".")
+    return f"{folder}/{first}".lstrip("/"), extension.lower()

@@ -207,7 +207,8 @@ def describe_source(
         (of images), `classes`, `kept` (columns of `prepare.keep`) and `example` (values of a row).
     """
     total = count_rows(chunks)
-    size = f"{len(chunks):,} files" if total is None else f"{total:,} rows"
+    num_files = len({chunk.file for chunk in chunks})
+    size = f"{num_files:,} files" if total is None else f"{total:,} rows"
     yield f"{source.folder / source.name}: {size} of {source.describe()}", "source"
     if layout := _format_layout_splits(source, chunks):
         yield f"{layout} {_SPLIT_HINTS.get(job.settings.split, _OTHER_SPLIT_HINT)}", "splits"
@@ -238,7 +239,7 @@ def _format_layout_splits(source: Source, chunks: Sequence[SourceChunk]) -> str:
     files: Counter[str] = Counter()
     for chunk in chunks:
         if chunk.split and chunk.num_rows is None:
-            files[chunk.split] += 1
+            files[chunk.split] += chunk.start == 0
         elif chunk.split:
             rows[chunk.split] += chunk.num_rows or 0
     counts = [f"{name} {count:,} rows" for name, count in sorted(rows.items())]
