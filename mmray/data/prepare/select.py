@@ -209,15 +209,15 @@ def _without_similar_rows(
     with closing(map_tasks(divide, items, hint=_HINT)) as results:
         total = sum(results)
     compare = partial(_compare_task, files=files, cosine=cosine)
-    similar = []
+    similar = [np.zeros(0, np.int64)]
     done = 0
     with closing(map_tasks(compare, range(len(centroids)), hint=_HINT)) as results:
         for num_rows, ids in results:
-            similar += ids
+            similar.append(ids)
             done += num_rows
             progress(PrepareProgress("compare", done, total))
     remove_tree(folder / CLUSTERS_DIR)
-    numbers, rows = np.divmod(np.sort(np.array(similar, np.int64)), MAX_SHARD_ROWS)
+    numbers, rows = np.divmod(np.sort(np.concatenate(similar)), MAX_SHARD_ROWS)
     numbers, first = np.unique(numbers, return_index=True)
     dropped = {
         number: np.union1d(table.dropped(number), of_shard)
@@ -280,11 +280,11 @@ def _divide_task(
     return len(table)
 
 
-def _compare_task(cluster: int, files: Sequence[AnyPath], cosine: float) -> tuple[int, list[int]]:
+def _compare_task(cluster: int, files: Sequence[AnyPath], cosine: float) -> tuple[int, np.ndarray]:
     """Ray task: return the number of rows of a cluster, and which are similar to earlier ones."""
     table = read_part(files, cluster)
     similar = find_similar(_vectors(table), cosine)
-    return len(table), table["id"].filter(similar).to_pylist()
+    return len(table), table["id"].filter(similar).to_numpy()
 
 
 def find_similar(vectors: np.ndarray, cosine: float) -> np.ndarray:
