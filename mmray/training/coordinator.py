@@ -5,11 +5,14 @@ barrier of all ranks.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Literal
 
 Message = dict[str, Any]  # `Coordinator.push` lists them
 Updates = tuple[list[Message], list[dict[str, Any]]]  # messages, last heartbeat of each rank
 IMPORTING = "importing the engine"  # a worker's first stage
+# To the ranks: save a checkpoint after the next step and end; write the stacks of all threads to
+# the run's folder; give back CPUs that the run can do without, because other jobs wait for them.
+Request = Literal["stop", "stacks", "yield"]
 
 
 class Coordinator:
@@ -25,8 +28,7 @@ class Coordinator:
         self._num_received = 0  # messages that the driver has received
         self._heartbeats: dict[int, tuple[dict[str, Any], float]] = {}
         self._bad_rows = bad_rows
-        self._stop_requested = self._stacks_requested = False
-        self._must_yield = False
+        self._requests: set[Request] = set()
 
     def push(self, message: Message) -> None:
         """Store a message of a worker for the driver.
@@ -56,19 +58,18 @@ class Coordinator:
             {**record, "age_s": now_s - received_s} for record, received_s in latest
         ]
 
-    def heartbeat(self, record: dict[str, Any]) -> tuple[bool, bool, bool]:
+    def heartbeat(self, record: dict[str, Any]) -> set[Request]:
         """Store the heartbeat of a rank, the fields of HeartbeatRecord; with `ended` the rank is
         removed.
 
         Returns:
-            Three flags: a stop is requested, stacks are requested, and CPUs that the run can do
-            without must be given back.
+            The requests to the ranks.
         """
         if "ended" in record:
             self._heartbeats.pop(record["rank"], None)
         else:
             self._heartbeats[record["rank"]] = (record, time.monotonic())
-        return self._stop_requested, self._stacks_requested, self._must_yield
+        return set(self._requests)
 
     def record_bad_row(self, row: int) -> int:
         """Count an unreadable row.
@@ -86,20 +87,11 @@ class Coordinator:
         name, argument = message
         return getattr(self, name)(argument)
 
-    def request_stop(self) -> None:
-        """Request that all ranks save a checkpoint after the next step and end, with the reply to
-        their next heartbeat.
+    def request(self, name: Request, is_active: bool = True) -> None:
+        """Add a request to the ranks, which they get with the reply to their next heartbeat, or
+        withdraw it.
         """
-        self._stop_requested = True
-
-    def set_must_yield(self, must_yield: bool) -> None:
-        """Set whether other jobs wait for resources, so that ranks give back CPUs that they can do
-        without.
-        """
-        self._must_yield = must_yield
-
-    def request_stacks(self) -> None:
-        """Request that all ranks write the stacks of their threads to the run's folder, with the
-        reply to their next heartbeat.
-        """
-        self._stacks_requested = True
+        if is_active:
+            self._requests.add(name)
+        else:
+            self._requests.discard(name)

@@ -21,7 +21,7 @@ from mmray.engine.checkpoint import files
 from mmray.engine.collectives import Group
 from mmray.errors import StorageError, first_line
 from mmray.evaluation import main_scores
-from mmray.storage.paths import to_path, write_atomic
+from mmray.storage.paths import AnyPath, write_atomic
 from mmray.training import RunReporter
 from mmray.training.resolve import ResolvedRun
 from mmray.training.run_dir import RunDir
@@ -99,13 +99,12 @@ class BesideEvaluator:
     def _start(self, step: int) -> Any:
         resolved = self._resolved
         config = resolved.config
-        checkpoint = str(self._run.checkpoints / f"step-{step}")
         return _evaluate.options(**_resources(config)).remote(
             # one device, also of `branches`
             config.replace(train=config.train.replace(parallel="single")),
             resolved.tokenizer_json,
             resolved.eval_sets,
-            checkpoint,
+            self._run.checkpoints / f"step-{step}",
         )
 
     def _collect(self, step: int, task: ray.ObjectRef[dict[str, float]]) -> None:
@@ -145,15 +144,14 @@ def _evaluate(
     config: Config,
     tokenizer_json: str,
     held_out: dict[str, PreparedSet],
-    checkpoint: str,
+    checkpoint: AnyPath,
 ) -> dict[str, float]:
     """Return the metrics of a checkpoint by name."""
     from mmray.training.evaluate_export import score_checkpoint
 
-    path = to_path(checkpoint)
-    if (fault := files.verify(path)) is not None:
+    if (fault := files.verify(checkpoint)) is not None:
         raise OSError(f"its checkpoint is not valid: {fault}")
     device = torch.device("cuda" if ray.get_gpu_ids() else "cpu")
     cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
     torch.set_num_threads(max(1, int(cpus)))
-    return score_checkpoint(config, Group(device=device), tokenizer_json, held_out, path)
+    return score_checkpoint(config, Group(device=device), tokenizer_json, held_out, checkpoint)

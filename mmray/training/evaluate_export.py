@@ -463,7 +463,7 @@ _MODELS: dict[str, nn.Module] = {}
 
 
 def cached_model(
-    config: Config, checkpoint: str | None, digest: str
+    config: Config, checkpoint: AnyPath | None, digest: str
 ) -> tuple[nn.Module, torch.device]:
     """Return a model with merged adapters, on the GPU of this process if it has one, and the
     device. The process keeps the model until it loads another one.
@@ -474,8 +474,7 @@ def cached_model(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if digest not in _MODELS:
         _MODELS.clear()
-        path = None if checkpoint is None else to_path(checkpoint)
-        _MODELS[digest] = lora.merge_adapters(load_model(config, path)).to(device)
+        _MODELS[digest] = lora.merge_adapters(load_model(config, checkpoint)).to(device)
     return _MODELS[digest], device
 
 

@@ -254,7 +254,7 @@ def run_rank() -> None:
         return
     client = CoordinatorClient(lambda _: None, coordinator.heartbeat, coordinator.record_bad_row)
     try:
-        with signal_handlers(lambda *_: coordinator.request_stop()):
+        with signal_handlers(lambda *_: coordinator.request("stop")):
             _train(arguments, client)
     except MmrayError as error:
         if isinstance(error, OutOfMemoryError) and error.retry_shape is not None:
@@ -349,10 +349,10 @@ class LocalWorkers(Workers):
         return self._coordinator.drain(num_received)
 
     def request_stop(self) -> None:
-        self._coordinator.request_stop()
+        self._coordinator.request("stop")
 
     def request_stacks(self) -> None:
-        self._coordinator.request_stacks()
+        self._coordinator.request("stacks")
 
     def kill(self, heartbeats: Sequence[HeartbeatRecord]) -> None:
         self.close()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mmray.data.stream.order import ResumePoint
     from mmray.data.stream.stream import RankBlocks
     from mmray.engine.worker_context import WorkerContext
-    from mmray.training.coordinator import Message
+    from mmray.training.coordinator import Message, Request
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class CoordinatorClient:
     """
 
     push: Callable[[Message], Any]
-    heartbeat: Callable[[dict[str, Any]], tuple[bool, bool, bool] | None]
+    heartbeat: Callable[[dict[str, Any]], set[Request] | None]
     record_bad_row: Callable[[int], int]
 
 
@@ -57,23 +57,22 @@ def train_rank(
     must_yield = threading.Event()
 
     def send_heartbeat(record: dict[str, Any]) -> bool:
-        reply = coordinator.heartbeat(record)
-        if reply is None:
+        requests = coordinator.heartbeat(record)
+        if requests is None:
             return False
-        stop_requested, stacks_requested, yield_requested = reply
         # In the heartbeat after the request: otherwise the loop stops after its step. Of several
         # ranks each needs its rows to take that step with the others.
         is_alone = start.plan.world_size == 1
         if is_alone and stop.is_set() and record.get("state") == "waiting_for_data":
             blocks.interrupt()
-        if stop_requested:
+        if "stop" in requests:
             stop.set()
-        if yield_requested:
+        if "yield" in requests:
             must_yield.set()
             blocks.update_pool()  # the rank may be evaluating
         else:
             must_yield.clear()
-        return stacks_requested
+        return "stacks" in requests
 
     heartbeat = Heartbeat(send_heartbeat, process, context.folder)
     driver = DriverHandle(

@@ -305,10 +305,10 @@ class RayWorkers(Workers):
     def request_stop(self) -> None:
         self._stop_requested = True
         if self._coordinator is not None:
-            self._coordinator.request_stop.remote()
+            self._coordinator.request.remote("stop")
 
     def request_stacks(self) -> None:
-        self._coordinator.request_stacks.remote()
+        self._coordinator.request.remote("stacks")
 
     def kill(self, heartbeats: Sequence[HeartbeatRecord]) -> None:
         placement.kill_processes(
@@ -339,7 +339,7 @@ class RayWorkers(Workers):
 
     def share_resources(self) -> None:
         if self._coordinator is not None:
-            self._coordinator.set_must_yield.remote(self._contention.must_yield())
+            self._coordinator.request.remote("yield", self._contention.must_yield())
 
     def num_more_workers(self) -> int:
         world = self.demand.workers

@@ -38,7 +38,7 @@ from mmray.engine.heartbeat import describe_process
 from mmray.errors import DeviceError, MmrayError, is_device_error
 from mmray.machine import LOOPBACK
 from mmray.storage.paths import AnyPath, RemotePath
-from mmray.training.coordinator import IMPORTING, Coordinator
+from mmray.training.coordinator import IMPORTING, Coordinator, Request
 from mmray.training.rank import CoordinatorClient, train_rank
 
 if TYPE_CHECKING:
@@ -252,10 +252,10 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
     node = ray.get_runtime_context().get_node_id()
     actor = arguments["coordinator"]
 
-    def send_heartbeat(record: dict[str, Any]) -> tuple[bool, bool, bool] | None:
+    def send_heartbeat(record: dict[str, Any]) -> set[Request] | None:
         try:
-            reply: tuple[bool, bool, bool] = ray.get(actor.heartbeat.remote(record), timeout=5)
-            return reply
+            requests: set[Request] = ray.get(actor.heartbeat.remote(record), timeout=5)
+            return requests
         except (ray.exceptions.RayError, TimeoutError):
             return None
 

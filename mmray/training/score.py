@@ -73,7 +73,7 @@ class ScoreJob:
 
     config: Config
     tokenizer_json: str
-    checkpoint: str | None
+    checkpoint: AnyPath | None
     name: str
     with_embeddings: bool
     captions: str | None
@@ -139,7 +139,7 @@ class ReferenceJob:
     """
 
     config: Config
-    checkpoint: str | None
+    checkpoint: AnyPath | None
     name: str
     weights_digest: str
     processor_digest: str
@@ -293,8 +293,7 @@ def _plan_references(
     _check_name(name, ("chosen", "rejected"), prepared)
     model = lora.merge_adapters(load_model(config, checkpoint))
     assert isinstance(model, VlmModel)
-    path = None if checkpoint is None else str(checkpoint)
-    return ReferenceJob(config, path, name, lora.hash_weights(model), model.encoder.digest)
+    return ReferenceJob(config, checkpoint, name, lora.hash_weights(model), model.encoder.digest)
 
 
 def _plan(
@@ -339,7 +338,7 @@ def _plan(
     return ScoreJob(
         config,
         tokenizer_json,
-        None if checkpoint is None else str(checkpoint),
+        checkpoint,
         name,
         with_embeddings,
         scored[0] if scored else None,

@@ -256,7 +256,7 @@ def test_only_a_single_rank_that_waits_for_data_ends_its_stream_to_stop(
 
     def reply(record):
         beats.release()
-        return True, False, False  # a stop is requested
+        return {"stop"}
 
     def train_worker(context, start, blocks, device, driver):
         with driver.heartbeat.state(state):
