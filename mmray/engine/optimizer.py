@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from inspect import unwrap
@@ -280,6 +280,34 @@ def _matching(module: nn.Module, pattern: str, setting: str) -> list[str]:
             f"and {names[-1]}"
         )
     return matching
+
+
+def backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Add gradients to `grad` of the weights as torch.autograd.backward does, which imports sympy
+    to compare shapes: a second of CPU time before the first step.
+
+    Args:
+        tensors: Tensors with a graph.
+        gradients: The gradient at each, of its shape; None: of a scalar, 1.
+    """
+    given = [
+        torch.ones_like(tensor) if gradient is None else gradient
+        for tensor, gradient in zip(tensors, gradients, strict=True)
+    ]
+    _GivenGradients.apply(*tensors, *given).backward()
+
+
+class _GivenGradients(torch.autograd.Function):
+    """A scalar whose gradients at the first half of the arguments are the second half."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors_and_gradients: Tensor) -> Tensor:
+        ctx.gradients = tensors_and_gradients[len(tensors_and_gradients) // 2 :]
+        return tensors_and_gradients[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return (*ctx.gradients, *(None for _ in ctx.gradients))
 
 
 def grad_norm(weights: list[nn.Parameter]) -> Tensor:

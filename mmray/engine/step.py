@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from mmray.data.stream.blocks import TEACHER_COLUMNS
 from mmray.engine.grad_cache import GradCache, build_grad_cache
-from mmray.engine.optimizer import clip_gradients, grad_norm, step_on_device, steps_on_device
+from mmray.engine.optimizer import (
+    backward,
+    clip_gradients,
+    grad_norm,
+    step_on_device,
+    steps_on_device,
+)
 from mmray.engine.parallel.transforms import preserve_buffers
 from mmray.engine.precision import fork_seeded_rng
 from mmray.engine.prefetch import LocalBatch
@@ -83,7 +89,7 @@ def accumulate_gradients(
             )
             tensors, gradients = cache.backward_inputs(state.parts, outputs, index)
             state.memory.sample()  # all activations are in memory now
-            torch.autograd.backward(tensors, gradients)
+            backward(tensors, gradients)
         cache.scalars = {
             name: outputs[name].detach() for name in state.objective.scalar_output_names
         }

@@ -24,6 +24,7 @@ from mmray.engine.collectives import Group
 from mmray.engine.metrics.table import METRICS
 from mmray.engine.metrics.timers import PeakMemory, Throughput
 from mmray.engine.metrics.writers import Metrics
+from mmray.engine.optimizer import backward
 from mmray.engine.parallel.transforms import (
     disable_recomputation,
     force_eager,
@@ -260,7 +261,7 @@ def model_flops_of_row(model: nn.Module, batch: Batch, precision: Precision) -> 
         with precision.autocast():
             outputs = model(rows)
         tensors = [output for output in outputs.values() if output.requires_grad]
-        torch.autograd.backward(tensors, [torch.zeros_like(output) for output in tensors])
+        backward(tensors, [torch.zeros_like(output) for output in tensors])
     num_rows = len(rows["valid"]) if is_flat(rows) else len(next(iter(rows.values())))
     return counter.total / num_rows
 
