@@ -32,7 +32,7 @@ _WORKER_PACKAGES = (
 )
 _SHORT_TEMP_DIR = "/tmp"
 # Imported ahead, so that each decode actor starts a second faster.
-_PRELOADED_MODULES = "ray.data,mmray.data.stream.decode_actor"
+_PRELOADED_MODULES = "mmray.data.stream.decode_actor"
 # Object storage settings for workers of a remote cluster. No credentials, because Ray logs these
 # values.
 S3_ENV = (
@@ -176,6 +176,7 @@ def _start(address: str | None, cluster_config: Cluster, decode_actors: int) -> 
         ENVIRONMENT,
         PRELOAD_VARIABLE,
         STATE_TRACKING_VARIABLE,
+        essential_processes,
     )
 
     log_options: dict[str, Any] = {
@@ -202,7 +203,8 @@ def _start(address: str | None, cluster_config: Cluster, decode_actors: int) -> 
             _set_auth_token()
             # A local cluster requires a token unless the user sets RAY_AUTH_MODE.
             num_cpus = num_local_cpus(cluster_config, decode_actors, available_cores=cores())
-            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **log_options)
+            with essential_processes():
+                ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **log_options)
             if "RAY_AUTH_TOKEN" not in os.environ:
                 token = Path.home() / ".ray" / "auth_token"
                 if token.exists() and token.stat().st_uid == os.getuid():

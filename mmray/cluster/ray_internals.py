@@ -83,6 +83,42 @@ def _checked(what: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def essential_processes() -> Iterator[None]:
+    """Return a context manager in which `ray.init` starts only the processes that a Ray of this
+    machine needs.
+
+    The API server, the autoscaler, the monitor of log files and the HTTP server of the agent take
+    8 s of CPU time, and `ray.init` waits for the first one.
+    """
+    with _checked("the processes of a node"):
+        from ray._private import node, utils
+
+        class EssentialNode(node.Node):
+            def start_api_server(self, **options: object) -> None:
+                pass
+
+            def start_monitor(self) -> None:
+                pass
+
+            def start_log_monitor(self) -> None:
+                pass
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (node, "Node", EssentialNode),
+        # The agent serves no HTTP if the packages of the dashboard are missing.
+        (utils, "get_dashboard_dependency_error", lambda: ImportError("not needed")),
+    ]
+    originals = [getattr(module, name) for module, name, _ in replaced]
+    for module, name, value in replaced:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for (module, name, _), value in zip(replaced, originals, strict=True):
+            setattr(module, name, value)
+
+
 def free_resources() -> dict[str, dict[str, float]]:
     """Return the free resources of each node by its ID, such as {"ab12...": {"CPU": 3.0, "memory":
     1e10}}.
@@ -205,7 +241,7 @@ def request_nodes(
     ray.get(answer, timeout=timeout_s)
 
 
-def run_train_controller(group: PlacementGroup, callbacks: list[Any], **arguments: object) -> Any:
+def run_train_controller(group: PlacementGroup, callbacks: list[Any], **arguments: Any) -> Any:
     """Run Ray Train's controller on this node, with workers in a placement group that exists.
 
     Ray's callback for datasets is not used. The one that removes the placement group if the
@@ -249,19 +285,35 @@ def run_train_controller(group: PlacementGroup, callbacks: list[Any], **argument
     # Processes of a Ray of this machine have the environment of the driver. Those that Ray starts
     # ahead can only be used without another one.
     is_local = not context.runtime_env
+    if is_local:
+        arguments["scaling_policy"] = _reserved_policy(arguments["scaling_policy"].scaling_config)
     unused: list[type] = [DatasetsCallback]
     if context.get_actor_id() is None:
         unused.append(PlacementGroupCleanerCallback)
     used = [each for each in callbacks if not isinstance(each, tuple(unused))]
     runtime_env = None if is_local else {"env_vars": get_env_vars_to_propagate()}
-    actor: Any = (
-        ray.remote(TrainController)
-        .options(
-            num_cpus=0,
-            label_selector={NODE_ID: context.get_node_id()},
-            runtime_env=runtime_env,
-        )
-        .remote(callbacks=used, **arguments)
-    )
+    options: dict[str, Any] = {
+        "num_cpus": 0,
+        "label_selector": {NODE_ID: context.get_node_id()},
+        "runtime_env": runtime_env,
+    }
+    actor: Any = ray.remote(TrainController).options(**options).remote(callbacks=used, **arguments)
     ray.get(actor.run.remote())
     return ray.get(actor.get_result.remote())
+
+
+def _reserved_policy(scaling_config: Any) -> Any:
+    """Return Ray Train's scaling policy of a fixed number of workers, which requests no nodes for
+    them, so that Ray starts no actor for requests.
+    """
+    with _checked("the scaling policy of Ray Train"):
+        from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
+
+        class ReservedPolicy(FixedScalingPolicy):
+            def after_controller_start(self, *_: object) -> None:
+                pass
+
+            def _maybe_send_resource_request(self) -> None:
+                pass
+
+    return ReservedPolicy(scaling_config)
