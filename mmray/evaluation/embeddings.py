@@ -107,10 +107,8 @@ def embed_dataset(
             if has_captions:
                 outputs = model(rows)
             image = outputs["image_embed"] if has_captions else model.embed_image(rows["image"])
-            text = None
-            if with_texts:
-                embedded = outputs["text_embed"].float().cpu() if has_captions else None
-                text = _embed_captions(model, batch, data.settings.batch, group, embedded)
+            first = outputs["text_embed"] if has_captions else None
+            text = _embed_captions(model, batch, data, group, first) if with_texts else None
             heads = as_model(model).head_scores(rows)
             if own is None:
                 continue
@@ -159,22 +157,23 @@ def _first_captions(batch: Batch) -> Tensor:
 
 
 def _embed_captions(
-    model: ImageTextModel, batch: Batch, rows: int, group: Group, first: Tensor | None
+    model: ImageTextModel, batch: Batch, data: EvalDataset, group: Group, first: Tensor | None
 ) -> Tensor:
-    """Embed the captions of a batch as `embed_texts` does.
+    """Embed the captions of a batch as `embed_texts` does, `evaluate.batch` at a time.
 
     Args:
         first: Embeddings of the first caption of each row [B, D], which a forward has returned;
             None: they are computed too.
     """
+    rows = data.settings.batch
     if first is None:
         return embed_texts(model, batch, rows, group)
     index = _first_captions(batch).cpu()
     is_other = torch.ones(len(batch["input_ids"]), dtype=torch.bool)
     is_other[index] = False
     others = {name: batch[name].cpu()[is_other] for name in TOKEN_COLUMNS}
-    text = first.new_empty(len(is_other), first.shape[1])
-    text[index] = first
+    text = torch.empty(len(is_other), first.shape[1])
+    text[index] = first.float().cpu()
     embedded = embed_texts(model, others, rows, group)
     if len(embedded):
         text[is_other] = embedded
