@@ -109,7 +109,7 @@ def train(
                 "--cluster.address, or leave it out"
             )
         timeline.status("checking the settings")
-        with closing(LocalBackend(world_size)) as backend:
+        with closing(LocalBackend(config.model, world_size)) as backend:
             check_classes(config)
             return _train(config, timeline, backend, should_stop)
     timeline.status(session_title(config.cluster))

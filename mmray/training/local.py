@@ -61,6 +61,7 @@ from mmray.training.run_dir import RunDir
 if TYPE_CHECKING:
     import torch
 
+    from mmray.config import Model as ModelConfig
     from mmray.training import RunReporter
     from mmray.training.monitor import AttemptMonitor, HeartbeatRecord
     from mmray.training.resolve import ResolvedRun
@@ -79,17 +80,19 @@ class LocalBackend:
     """Starts the worker of a run in a new process of this machine, without Ray, and again after a
     failure. It implements the protocol `Backend`.
 
-    The first process imports torch while the driver prepares the run.
+    The first process imports what the model needs while the driver prepares the run.
 
     Args:
+        model: Section `model` of the config.
         world_size: Number of workers; under torchrun it has started those of ranks 1 and up.
     """
 
     errors: tuple[type[Exception], ...] = (WorkerFailed, MmrayError, OSError)
 
-    def __init__(self, world_size: int = 1) -> None:
+    def __init__(self, model: ModelConfig, world_size: int = 1) -> None:
+        self._model = model
         self._world_size = world_size
-        self._next: ChildProcess | None = ChildProcess("worker", run_worker)
+        self._next: ChildProcess | None = ChildProcess("worker", run_worker, model)
 
     def check(self, config: Config, reporter: RunReporter) -> None:
         check_gpus(config, self._world_size)
@@ -109,7 +112,7 @@ class LocalBackend:
         return self._world_size
 
     def start(self, attempt: Attempt) -> LocalWorkers:
-        worker = self._next or ChildProcess("worker", run_worker)
+        worker = self._next or ChildProcess("worker", run_worker, self._model)
         self._next = None
         return LocalWorkers(worker, attempt)
 
@@ -215,10 +218,11 @@ def _device(config: Config) -> torch.device:
     return torch.device("cpu")
 
 
-def run_worker(channel: Channel) -> dict[str, Any]:
+def run_worker(channel: Channel, model: ModelConfig) -> dict[str, Any]:
     """Train in this process: the main function of the worker process.
 
-    It imports the engine before it waits for its arguments, while the driver prepares the run.
+    It imports the engine, and the libraries of the model, before it waits for its arguments, while
+    the driver prepares the run.
 
     Args:
         channel: Connection to the driver. The worker receives LocalArguments once, or None if the
@@ -230,9 +234,11 @@ def run_worker(channel: Channel) -> dict[str, Any]:
     """
     configure_process()
     channel.send(("push", {"stage": IMPORTING}))
-    import mmray.data.stream.local
-    import mmray.engine.worker  # noqa: F401
+    import mmray.data.stream.local  # noqa: F401
+    from mmray.engine.worker import import_libraries, limit_compile_workers
 
+    limit_compile_workers()  # inductor reads this when it is imported, which libraries do
+    import_libraries(model)
     coordinator = CoordinatorClient(
         push=lambda message: channel.send(("push", message)),
         heartbeat=lambda record: channel.call(("heartbeat", record)),

@@ -192,8 +192,8 @@ def test_error_of_user_code_ends_the_run_with_its_traceback(data, tmp_path):
 
 def test_worker_that_dies_before_its_attempt_is_replaced(data, tmp_path, monkeypatch):
     class Dying(local.LocalBackend):
-        def __init__(self, world_size):
-            super().__init__(world_size)
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
             self._next.kill()
 
     monkeypatch.setattr(driver, "LocalBackend", Dying)

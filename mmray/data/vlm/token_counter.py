@@ -18,7 +18,8 @@ from mmray.data.store.stored_row import Media, Row
 from mmray.data.vlm.encoder import CHECK_SIDE, MediaSize, ProcessorEncoder, preference_of
 from mmray.data.vlm.families import CHECK_ERRORS, GENERAL, refusal
 from mmray.data.vlm.video import clip_length_s
-from mmray.errors import DataError
+from mmray.errors import DataError, ResourceError
+from mmray.processes import Channel, ChildDied, ChildProcess
 
 # Place of frames in their intervals. Later times have no fewer digits, which some models write.
 LATEST = 0.999
@@ -60,7 +61,20 @@ class ProcessorCounter:
 
     @cached_property
     def _processor(self) -> tuple[str, UnusedTextSearch]:
-        encoder = self._encoder(without_torch=False)
+        if "transformers" in sys.modules:
+            return self._inspect(without_torch=False)
+        # In this process transformers would import torch, or not find it for the user's own code.
+        child = ChildProcess("processor", _inspect_in_child, self)
+        try:
+            inspected: tuple[str, UnusedTextSearch] = child.result()
+            return inspected
+        except ChildDied as error:
+            raise ResourceError(str(error)) from None
+        finally:
+            child.kill()
+
+    def _inspect(self, without_torch: bool) -> tuple[str, UnusedTextSearch]:
+        encoder = self._encoder(without_torch)
         if encoder.family == GENERAL:
             check_counts(encoder)
         search = UnusedTextSearch(
@@ -91,6 +105,10 @@ class ProcessorCounter:
     def _encoder(self, without_torch: bool) -> ProcessorEncoder:
         limits = self.limits | {"max_tokens": sys.maxsize, "without_torch": without_torch}
         return ProcessorEncoder(self.weights, **limits)
+
+
+def _inspect_in_child(_channel: Channel, counter: ProcessorCounter) -> tuple[str, UnusedTextSearch]:
+    return counter._inspect(without_torch=True)
 
 
 @dataclass(frozen=True)

@@ -187,6 +187,23 @@ def test_data_process_encodes_without_torch(folder_of):
     assert int(peak_kib) < 300_000
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", OMNI[0]])
+def test_driver_inspects_processor_without_importing_transformers(folder_of, family):
+    """They take seconds, which the worker needs for its own imports."""
+    code = (
+        "import sys\n"
+        "from mmray.data.vlm.token_counter import ProcessorCounter\n"
+        "counter = ProcessorCounter(sys.argv[1], {'frames': 4})\n"
+        "print(counter.encoder_digest, counter.search.digest)\n"
+        "print(sorted({'torch', 'transformers'} & sys.modules.keys()))\n"
+    )
+    command = [sys.executable, "-c", code, str(folder_of(family))]
+    digests, imported = subprocess.check_output(command, text=True).splitlines()
+    here = ProcessorCounter(str(folder_of(family)), {"frames": 4})
+    assert digests == f"{here.encoder_digest} {here.search.digest}"
+    assert imported == "[]"
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
 def test_token_counts_of_stored_rows_are_those_of_the_encoded_rows(folder_of, family):
     counter = ProcessorCounter(str(folder_of(family)), question="what")
