@@ -256,14 +256,6 @@ def available_cores_if_local() -> int | None:
     )
 
 
-def num_cpus(selector: LabelSelector) -> int:
-    """Return how many tasks with a CPU can run at once on the nodes of a selector, at least 1."""
-    if (local_cores := available_cores_if_local()) is not None:
-        return local_cores
-    nodes = [node for node in alive_nodes() if node.matches_labels(selector)]
-    return max(1, int(sum(node.resources.get("CPU", 0) for node in nodes)))
-
-
 def data_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
     """Return the label selector of the nodes that read and decode data.
 

@@ -1,21 +1,19 @@
-"""Many small tasks of prepare, on Ray or in processes of this machine: pack a chunk, hash a shard.
-
-Plain tasks cost the driver 2 ms of CPU each, those of Ray Data 26 ms.
+"""Many small tasks of prepare, on Ray Data or in processes of this machine: pack a chunk, hash a
+shard.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import time
 import traceback
+import warnings
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
 from contextlib import closing
 from functools import partial
-from itertools import islice
-from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
 
 from mmray.cluster import connect
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
@@ -25,12 +23,9 @@ from mmray.ordered_map import OrderedMap
 from mmray.processes import ChildPool
 from mmray.storage.paths import AnyPath, file_size, write_atomic
 
-if TYPE_CHECKING:
-    from mmray.cluster.capacity import LabelSelector
-
+MAX_TASKS = 50_000  # with more items, several share a task; each takes 4 KB of the driver
 TASKS_PER_NEW_CORE = 4  # for which nodes are requested, as many as the cluster can add
-CHECK_S = 5.0  # interval of counting the CPUs of the cluster
-CANCEL_S = 10.0  # longest wait for tasks that were cancelled
+TASKS_PER_CORE = 10
 # per item whose worker dies; from the second on, images are decoded in a child process first
 MAX_ATTEMPTS = 3
 # Ray retries a task forever if its worker dies. This bounds tasks that die before they start an
@@ -50,8 +45,8 @@ def map_tasks(
     runs_model: bool = False,
     hint: str = RESUME_HINT,
 ) -> Generator[Result, None, None]:
-    """Run a function on many items in parallel, on Ray if it is initialized, otherwise in child
-    processes.
+    """Run a function on many items in parallel, on Ray Data if Ray is initialized, otherwise in
+    child processes.
 
     Args:
         work: Picklable function, called with one item in a task.
@@ -90,134 +85,59 @@ def _map_in_processes(
 def _map_on_ray(
     run_item: partial[Any], items: Sequence[Any], runs_model: bool, hint: str
 ) -> Generator[Any, None, None]:
-    import ray
+    """Items and results are pickled."""
+    import ray.data
     import ray.exceptions
 
     from mmray.cluster import placement
     from mmray.cluster.waiting import wait_for_data_cpu
 
     selector = wait_for_data_cpu().label_selector
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = context.print_on_execution_start = False
+    context.execution_options.label_selector = selector or None
+    rows = [{"item": pickle.dumps(item)} for item in items]
+    tasks = min(len(rows), MAX_TASKS)
+    local_cores = placement.available_cores_if_local()
+    # A worker process costs two core-seconds to start, so there are no more of them than cores.
+    # With many tasks there is one more, because each worker waits 0.2 s for its next task. None:
+    # one for each CPU of the cluster.
+    concurrency = (
+        min(tasks, local_cores + (tasks >= TASKS_PER_CORE * local_cores)) if local_cores else None
+    )
     num_gpus = int(ray.cluster_resources().get("GPU", 0)) if runs_model else 0
-    num_cores = -(-len(items) // TASKS_PER_NEW_CORE) if placement.autoscaling_pools() else 0
+    call: Callable[..., Any] = partial(_run_batch, run_item=run_item)
+    # GPU actors, because a task would load the model again.
+    options: dict[str, Any] = {"max_retries": MAX_RETRIES, "concurrency": concurrency}
+    if num_gpus:
+        call = _BatchActor
+        options = {
+            "fn_constructor_args": (run_item,),
+            "num_gpus": 1,
+            "concurrency": (1, min(tasks, num_gpus)),
+        }
+    dataset = ray.data.from_items(rows, override_num_blocks=tasks)
+    # map_batches deprecates max_retries but has no other way to set it
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        results = dataset.map_batches(call, batch_size=1, batch_format="numpy", **options)
+    work = run_item.args[0]
+    function = work.func if isinstance(work, partial) else work
+    results.set_name(f"prepare {function.__name__}")  # for Ray's dashboard
+    # Ray Data would add a node at a time, because its tasks have no output until they end.
     autoscaler = placement.AutoscalerRequest(f"mmray-{os.urandom(4).hex()}")
-    calls = _RayCalls(run_item, items)
-    last_check_s = float("-inf")
+    num_cores = -(-tasks // TASKS_PER_NEW_CORE) if placement.autoscaling_pools() else 0
     try:
-        if num_gpus:
-            calls.add_actors(min(num_gpus, len(items)))
-        for _ in items:
-            result = None
-            while result is None:
-                # Nodes that join get tasks, too.
-                if not num_gpus and time.monotonic() - last_check_s > CHECK_S:
-                    autoscaler.request({"CPU": 1.0}, selector, num_cores)
-                    calls.add_tasks(placement.num_cpus(selector), selector)
-                    last_check_s = time.monotonic()
-                result = calls.take_result(CHECK_S)
-            yield pickle.loads(result)
+        autoscaler.request({"CPU": 1.0}, selector, num_cores)
+        for row in results.iter_rows():
+            autoscaler.request({"CPU": 1.0}, selector, num_cores)
+            yield pickle.loads(row["result"])
     except ray.exceptions.RayTaskError:  # also a RayError; the task could not be started
         raise
     except ray.exceptions.RayError as error:
         raise ResourceError(f"prepare workers died: {error}\n{hint}") from error
     finally:
-        calls.cancel()
         autoscaler.cancel()
-
-
-class _RayCalls:
-    """Calls of a function with each item, in Ray tasks or in actors.
-
-    There are at most as many at once as `add_tasks` and `add_actors` have added.
-
-    Args:
-        run_item: Called with an item.
-    """
-
-    def __init__(self, run_item: partial[Any], items: Sequence[Any]) -> None:
-        import ray
-
-        work = run_item.args[0]
-        function = work.func if isinstance(work, partial) else work
-        self._name = f"prepare {function.__name__}"  # for Ray's dashboard
-        self._run_item = ray.put(run_item)
-        self._unsent = iter(items)
-        self._running: dict[Future[bytes | None], Any] = {}
-        self._done = SimpleQueue[tuple[Any, Future[bytes | None]]]()
-        self._num_tasks = 0
-        self._actors: list[Any] = []
-
-    def add_tasks(self, count: int, selector: LabelSelector) -> None:
-        """Run `count` tasks at once, on the nodes of a label selector."""
-        import ray
-
-        task = ray.remote(_run).options(
-            name=self._name,
-            num_cpus=1,
-            max_retries=MAX_RETRIES,
-            label_selector=selector or None,
-        )
-        for _ in range(self._num_tasks, count):
-            self._start(task)
-        self._num_tasks = max(self._num_tasks, count)
-
-    def add_actors(self, count: int) -> None:
-        """Run items in actors with a GPU each, because a task would load the model again."""
-        import ray
-
-        resources = {"num_gpus": 1, "num_cpus": 0}
-        retries = {"max_restarts": MAX_RETRIES, "max_task_retries": MAX_RETRIES}
-        for _ in range(count):
-            actor: Any = ray.remote(_Actor).options(**resources, **retries).remote()
-            self._actors.append(actor)
-            # Those that wait for a GPU get no items.
-            self._call(actor.run, actor.load.remote())
-
-    def _start(self, remote: Any) -> None:
-        for item in islice(self._unsent, 1):
-            self._call(remote, remote.remote(self._run_item, item))
-
-    def _call(self, remote: Any, reference: Any) -> None:
-        future = reference.future()
-        self._running[future] = reference
-        future.add_done_callback(lambda _: self._done.put((remote, future)))
-
-    def take_result(self, timeout_s: float) -> bytes | None:
-        """Return a pickled result, and start the next call; None if there is no result yet."""
-        try:
-            remote, future = self._done.get(timeout=timeout_s)
-        except Empty:
-            return None
-        del self._running[future]
-        result = future.result()
-        self._start(remote)
-        return result
-
-    def cancel(self) -> None:
-        """Interrupt the calls that run, and end the actors."""
-        import ray
-
-        for actor in self._actors:
-            ray.kill(actor)
-        references = list(self._running.values())
-        if references and not self._actors:
-            for reference in references:
-                ray.cancel(reference)
-            ray.wait(references, num_returns=len(references), timeout=CANCEL_S)
-
-
-def _run(run_item: Callable[..., Any], item: Any) -> bytes:
-    """Ray task; pickles the result, because Ray would return read-only arrays."""
-    return pickle.dumps(run_item(item))
-
-
-class _Actor:
-    """Ray actor."""
-
-    def load(self) -> None:
-        """Return when the actor has started."""
-
-    def run(self, run_item: Callable[..., Any], item: Any) -> bytes:
-        return _run(run_item, item)
 
 
 def run_with_crash_limit(
@@ -264,6 +184,21 @@ def run_with_crash_limit(
             return work(subprocess_decoder)
         finally:
             file.unlink()
+
+
+def _run_batch(batch: dict[str, np.ndarray], run_item: Callable[..., Any]) -> dict[str, np.ndarray]:
+    """Ray task."""
+    return {"result": np.array([pickle.dumps(run_item(pickle.loads(batch["item"][0])))], object)}
+
+
+class _BatchActor:
+    """Ray actor."""
+
+    def __init__(self, run_item: Callable[..., Any]) -> None:
+        self._run_item = run_item
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return _run_batch(batch, self._run_item)
 
 
 def _run_item(
