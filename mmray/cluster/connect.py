@@ -156,7 +156,7 @@ def ray_session(
     try:
         if future is not None:
             future.result()
-        for name in ("ray", "ray.data", "ray.train", "ray.tune"):
+        for name in ("ray", "ray.train", "ray.tune"):
             logging.getLogger(name).setLevel(logging.ERROR)
         yield
     except ray.exceptions.RayTaskError:  # a RayError too, but a bug of the task

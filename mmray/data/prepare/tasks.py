@@ -4,6 +4,7 @@ shard.
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import traceback
@@ -23,7 +24,10 @@ from mmray.ordered_map import OrderedMap
 from mmray.processes import ChildPool
 from mmray.storage.paths import AnyPath, file_size, write_atomic
 
-MAX_TASKS = 50_000  # with more items, several share a task; each takes 4 KB of the driver
+# Most tasks, of which each takes 11 ms and 4 KB of the driver: with more items, several share one.
+MAX_TASKS = 1_000
+MAX_TASKS_PER_CPU = 8  # of a larger cluster
+MAX_TASKS_IF_GROWING = 50_000  # of a cluster to which nodes can be added
 TASKS_PER_NEW_CORE = 4  # for which nodes are requested, as many as the cluster can add
 TASKS_PER_CORE = 10
 # per item whose worker dies; from the second on, images are decoded in a child process first
@@ -93,11 +97,15 @@ def _map_on_ray(
     from mmray.cluster.waiting import wait_for_data_cpu
 
     selector = wait_for_data_cpu().label_selector
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # its import sets another level
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
     context.execution_options.label_selector = selector or None
     rows = [{"item": pickle.dumps(item)} for item in items]
-    tasks = min(len(rows), MAX_TASKS)
+    num_cpus = int(ray.cluster_resources().get("CPU", 0))
+    can_grow = bool(placement.autoscaling_pools())
+    most = max(MAX_TASKS, MAX_TASKS_PER_CPU * num_cpus)
+    tasks = min(len(rows), MAX_TASKS_IF_GROWING if can_grow else most)
     local_cores = placement.available_cores_if_local()
     # A worker process costs two core-seconds to start, so there are no more of them than cores.
     # With many tasks there is one more, because each worker waits 0.2 s for its next task. None:
@@ -126,7 +134,7 @@ def _map_on_ray(
     results.set_name(f"prepare {function.__name__}")  # for Ray's dashboard
     # Ray Data would add a node at a time, because its tasks have no output until they end.
     autoscaler = placement.AutoscalerRequest(f"mmray-{os.urandom(4).hex()}")
-    num_cores = -(-tasks // TASKS_PER_NEW_CORE) if placement.autoscaling_pools() else 0
+    num_cores = -(-tasks // TASKS_PER_NEW_CORE) if can_grow else 0
     try:
         autoscaler.request({"CPU": 1.0}, selector, num_cores)
         for row in results.iter_rows():

@@ -10,6 +10,7 @@ import ray
 from mmray.cluster import placement, waiting
 from mmray.cluster.connect import ray_session
 from mmray.config import Cluster
+from mmray.data.prepare import tasks
 from mmray.data.prepare.tasks import map_tasks
 from mmray.errors import MmrayError, ResourceError
 from tests.polling import wait_until
@@ -34,6 +35,17 @@ def test_at_most_one_more_worker_than_cores(local_ray, monkeypatch, tmp_path, co
     assert sorted(answer["item"] for answer in answers) == list(range(count))
     at_once = [sum(a["began"] <= other["began"] < a["ended"] for a in answers) for other in answers]
     assert max(at_once) == most
+
+
+def task_of(item):
+    return item, ray.get_runtime_context().get_task_id()
+
+
+def test_many_items_share_tasks(local_ray, monkeypatch):
+    monkeypatch.setattr(tasks, "MAX_TASKS", 2)
+    monkeypatch.setattr(tasks, "MAX_TASKS_PER_CPU", 0)
+    results = dict(map_tasks(task_of, range(7)))
+    assert sorted(results) == list(range(7)) and len({*results.values()}) == 2
 
 
 def faulty(item):
