@@ -37,7 +37,7 @@ def printed(monkeypatch, tmp_path, capfd):
             "status": status,
             "goal": "loss",
             "elapsed_s": 61.2,
-            "recommendation": best and best.to_json(),
+            "recommendation": best and best._asdict(),
         }
         sweep = SweepRecord(tmp_path / "runs" / "sample-tune", summary, list(rows))
         monkeypatch.setattr("mmray.tuning.search.search", lambda request, reporter: sweep)
