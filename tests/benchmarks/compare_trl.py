@@ -4,10 +4,10 @@ Run `PYTHONPATH=FOLDER python -m tests.benchmarks.compare_trl`, where FOLDER has
 (`pip install --target FOLDER --no-deps trl==1.16.0 accelerate datasets multiprocess dill xxhash`).
 Both train the same Qwen3-VL of 3 million parameters from equal weights on equal rows in equal
 order: 0 to 3 images of 32 to 256 pixels, texts of different lengths, 32 rows a step, on the CPUs of
-this machine, each with a process that reads and encodes rows. So the losses of their first steps
-are equal. TRL pads and processes whole batches in its collator; its micro-batches are those of the
-fastest of several sizes. `--device cuda` compares a Qwen3-VL of 1.7 billion random parameters on a
-GPU, in bf16.
+this machine, each with one thread and a process that reads and encodes rows. So the losses of their
+first steps are equal. TRL pads and processes whole batches in its collator; its micro-batches are
+those of the fastest of several sizes. `--device cuda` compares a Qwen3-VL of 1.7 billion random
+parameters on a GPU, in bf16.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def train_mmray(model: str, rows: str, backend: str) -> None:
                 tokens=work.packed_tokens, micro=None, global_=work.global_rows
             ),
             cluster=config.cluster.replace(
-                workers=1, accelerator="gpu" if device == "cuda" else "cpu"
+                workers=1, cpus_per_worker=1, accelerator="gpu" if device == "cuda" else "cpu"
             ),
             train=config.train.replace(
                 steps=work.steps,
@@ -316,9 +316,10 @@ def measure(arm: str, model: Path, rows: Path, folder: Path, device: str) -> dic
     times = folder / f"{arm}.json"
     times.unlink(missing_ok=True)
     command = [sys.executable, "-m", f"{__package__}.compare_trl", arm, str(model), str(rows)]
+    threads = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
     done = subprocess.run(
         command,
-        env=os.environ | {"TIMES": str(times), "DEVICE": device},
+        env=os.environ | threads | {"TIMES": str(times), "DEVICE": device},
         capture_output=True,
         text=True,
     )
