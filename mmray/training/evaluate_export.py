@@ -47,7 +47,11 @@ from mmray.models.protocol import PRETRAINED, saved_layers
 from mmray.storage.paths import AnyPath, to_path
 from mmray.training import RunReporter, validate
 from mmray.training.local import count_gpus, resolve_on_this_machine
-from mmray.training.run_dir import RunDir, check_processor
+from mmray.training.run_dir import (
+    RunDir,
+    check_processor,
+    describe_unstored_processor,
+)
 from mmray.training.sets import eval_prepare_settings, held_out_rows
 
 # A step, the checkpoint with the best metric (`best_metric`), or (None) the newest valid one.
@@ -140,6 +144,8 @@ def open_model(
         return *with_tokenizer(source, log), None
     opened = open_run(source, step)
     check_processor(to_path(source), opened[0].model)
+    if line := describe_unstored_processor(to_path(source), opened[0].model):
+        log(line, "warning")
     return opened
 
 

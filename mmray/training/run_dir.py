@@ -218,6 +218,16 @@ def _changed_processor_files(path: AnyPath, model: Model) -> list[str]:
     ]
 
 
+def describe_unstored_processor(path: AnyPath, model: Model) -> str | None:
+    """Return a warning for a run of an earlier version, which stored no copy of these files."""
+    if not isinstance(model, Vlm) or (path / PROCESSOR).exists():
+        return None
+    return (
+        f"{path} has no copy of the tokenizer, chat template and processors that it started with: "
+        f"those of {model.weights} are used, and not compared"
+    )
+
+
 def check_processor(path: AnyPath, model: Model) -> None:
     """Check that the tokenizer, chat template and processors of a vision-language model are those
     that a run started with.

@@ -1,6 +1,6 @@
 """Assemble finished chunks into a prepared set: quarantine, limit of bad rows, tokenizer.
 
-Runs on the driver after the tasks. In memory are the summaries of the chunks, and the rows that
+Runs on the driver after the Ray job. In memory are the summaries of the chunks, and the rows that
 are left out.
 """
 

@@ -1,6 +1,6 @@
 """Prepare: every row is accounted for; killed runs, and appended, changed and invalid sources.
 
-Most tests pack in this process, without Ray; the last ones run on Ray.
+Most tests pack in this process, without Ray; the last ones run the Ray Data job.
 """
 
 import io

@@ -152,6 +152,9 @@ def test_changed_file_of_the_weights_is_refused_by_name(name, content, calm, tmp
     else:
         (weights / name).unlink()
     run_dir.check_processor(run, config.model)
+    assert run_dir.describe_unstored_processor(run, config.model) is None
+    shutil.rmtree(run / "processor")  # a run of an earlier version
+    assert "no copy of the tokenizer" in run_dir.describe_unstored_processor(run, config.model)
 
 
 @pytest.mark.parametrize(
