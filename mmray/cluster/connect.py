@@ -51,7 +51,7 @@ _HIDDEN_MESSAGES = (
     "A worker died or was killed|Raylet is terminated|worker processes have been started"
     "|has been marked dead|infeasible resource requests"
 )
-INPUT_TASK_CPUS = 1  # reserved for tasks that prepare sets
+INPUT_TASK_CPUS = 1  # reserved for tasks of Ray Data, which prepare sets
 CONNECT_TIMEOUT_S = 5.0
 
 
@@ -124,7 +124,7 @@ def ray_session(
         decode_actors: Number of decode actors; if Ray is started here, it gets CPUs for them.
         while_starting: Called in a thread while Ray starts; it must not import Ray. Its errors are
             raised.
-        log: Called with (line, label), while tasks of `prepare` wait for a CPU.
+        log: Called with (line, label), while tasks of Ray Data wait for a CPU.
 
     Raises:
         ResourceError: Ray cannot be reached or started, or fails in the block.

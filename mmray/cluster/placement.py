@@ -308,7 +308,7 @@ def _has_roles(nodes: list[Node]) -> bool:
 
 
 def data_demand(cluster_config: Cluster) -> Demand:
-    """Return the smallest resources of work on data: one CPU on a node for data."""
+    """Return the smallest resources of a job of Ray Data: one CPU on a node for data."""
     selector = data_label_selector(cluster_config.data_label, alive_nodes())
     return Demand(1, {"CPU": 1.0}, selector, "data")
 

@@ -96,7 +96,7 @@ def _sum_resources(resources: Collection[Resources], names: Collection[str]) -> 
 
 
 class _DataJobs(NamedTuple):
-    """What tasks on data of this process wait for."""
+    """What jobs of Ray Data of this process wait for."""
 
     cluster_config: Cluster
     log: Log
@@ -116,13 +116,13 @@ def set_data_jobs(cluster_config: Cluster, log: Log) -> None:
 
 
 def wait_for_data_cpu() -> Demand:
-    """Wait until a CPU of a data node is free, because Ray would wait silently and forever.
+    """Wait until a CPU of a data node is free, because Ray Data would wait silently and forever.
 
     The CPU is requested by a placement group, so an autoscaler adds a node, and runs give back CPUs
     that they can do without. Outside of a `ray_session` any CPU counts, and nothing is awaited.
 
     Returns:
-        The resources of a task on data.
+        The resources of a task of Ray Data.
 
     Raises:
         ResourceError: No CPU was free within `cluster.queue_timeout_s`.

@@ -107,7 +107,7 @@ def embed_dataset(
             if has_captions:
                 outputs = model(rows)
             image = outputs["image_embed"] if has_captions else model.embed_image(rows["image"])
-            first = outputs["text_embed"] if has_captions else None
+            first = outputs.get("text_embed") if has_captions else None
             text = _embed_captions(model, batch, data, group, first) if with_texts else None
             heads = as_model(model).head_scores(rows)
             if own is None:

@@ -98,7 +98,7 @@ def _map_on_ray(
 
     selector = wait_for_data_cpu().label_selector
     logging.getLogger("ray.data").setLevel(logging.ERROR)  # its import sets another level
-    context = ray.data.DataContext.get_current()
+    context = ray.data.DataContext.get_current().copy()  # the user may run Ray Data, too
     context.enable_progress_bars = context.print_on_execution_start = False
     context.execution_options.label_selector = selector or None
     rows = [{"item": pickle.dumps(item)} for item in items]
@@ -124,10 +124,10 @@ def _map_on_ray(
             "num_gpus": 1,
             "concurrency": (1, min(tasks, num_gpus)),
         }
-    dataset = ray.data.from_items(rows, override_num_blocks=tasks)
     # map_batches deprecates max_retries but has no other way to set it
-    with warnings.catch_warnings():
+    with ray.data.DataContext.current(context), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        dataset = ray.data.from_items(rows, override_num_blocks=tasks)
         results = dataset.map_batches(call, batch_size=1, batch_format="numpy", **options)
     work = run_item.args[0]
     function = work.func if isinstance(work, partial) else work
