@@ -116,7 +116,7 @@ def train(
         DataError: the data cannot be used.
     """
     if torchrun_rank() > 0:
-        from mmray.training.local import run_rank
+        from mmray.training.workers.local import run_rank
 
         run_rank()
         sys.exit()
@@ -254,8 +254,8 @@ def score(
     require_positive(batch=batch)
     check_kept("the set", data)
     with _shown(reporter, "loading the weights") as shown:
-        from mmray.training.local import count_gpus
         from mmray.training.score import score_set
+        from mmray.training.workers.local import count_gpus
 
         cluster = Cluster(address=address, workers=max(1, count_gpus()))
         settings = None

@@ -13,7 +13,7 @@ MODULES = (
     "tests.engine.checkpoint.shard_ranks",
     "tests.training.faults",
     "mmray.bench.step",
-    "mmray.training.local",
+    "mmray.training.workers.local",
     "mmray.engine.worker",
     "torch._dynamo",
     "torch.distributed.fsdp",

@@ -41,8 +41,8 @@ from mmray.engine.precision import select_precision
 from mmray.errors import UsageError
 from mmray.models.vlm.model import Vlm
 from mmray.objectives.cross_entropy import IGNORE_INDEX
-from mmray.training.local import measure_in_worker
 from mmray.training.resolve import with_written_weights
+from mmray.training.workers.local import measure_in_worker
 
 if TYPE_CHECKING:
     from mmray.config import Config

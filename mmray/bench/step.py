@@ -57,8 +57,8 @@ from mmray.errors import (
 from mmray.models.build import build
 from mmray.models.protocol import PRETRAINED, RANDOM_WEIGHTS, WeightSource
 from mmray.models.synthetic import synthetic_batch
-from mmray.training.local import measure_in_worker
 from mmray.training.resolve import with_default_vocab
+from mmray.training.workers.local import measure_in_worker
 
 if TYPE_CHECKING:
     from mmray.config import Config

@@ -1,8 +1,8 @@
 """One training worker, without Ray: build the model, do the dry run, load the checkpoint, and run
 the loop.
 
-training/ray_trainer.py calls `train_worker` in each Ray Train worker; torchrun can call it with any
-iterable of blocks.
+training/workers/ray_trainer.py calls `train_worker` in each Ray Train worker; torchrun can call it
+with any iterable of blocks.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath
 from mmray.training import RunReporter, run_dir, trackers, validate
-from mmray.training.backend import Backend
-from mmray.training.local import LocalBackend, with_workers_of_torchrun
 from mmray.training.resolve import ResolvedRun, resolve_run
 from mmray.training.supervisor import Supervisor
+from mmray.training.workers.backend import Backend
+from mmray.training.workers.local import LocalBackend, with_workers_of_torchrun
 
 
 @dataclass
@@ -116,7 +116,7 @@ def train(
     actors = (config.data.worker_range or (1, 1))[0]
     # Classes of the user may import torch, which takes seconds: they are loaded while Ray starts.
     with ray_session(config.cluster, actors, partial(check_classes, config), reporter.log):
-        from mmray.training.ray_backend import RayBackend  # late: it imports Ray Train
+        from mmray.training.workers.ray_backend import RayBackend  # late: it imports Ray Train
 
         outcome = _train(config, timeline, RayBackend(check_storage), should_stop)
         timeline.phase("stopping Ray")

@@ -46,13 +46,13 @@ from mmray.models.pretrained import pretrained_settings
 from mmray.models.protocol import PRETRAINED, saved_layers
 from mmray.storage.paths import AnyPath, to_path
 from mmray.training import RunReporter, validate
-from mmray.training.local import count_gpus, resolve_on_this_machine
 from mmray.training.run_dir import (
     RunDir,
     check_processor,
     describe_unstored_processor,
 )
 from mmray.training.sets import eval_prepare_settings, held_out_rows
+from mmray.training.workers.local import count_gpus, resolve_on_this_machine
 
 # A step, the checkpoint with the best metric (`best_metric`), or (None) the newest valid one.
 Step = int | Literal["best"] | None
@@ -383,7 +383,7 @@ def _score_on_ray(
 ) -> Scores:
     from mmray.cluster.placement import alive_nodes
     from mmray.cluster.run_resources import num_free_workers, resource_demand
-    from mmray.training.ray_backend import run_group
+    from mmray.training.workers.ray_backend import run_group
 
     config = config.with_cluster(workers=num_free_workers(config))
     on_gpu = "GPU" in resource_demand(config, with_data=False).per_worker

@@ -22,7 +22,7 @@ from mmray.config import Config
 from mmray.engine.worker_context import TRAINING
 from mmray.errors import ForceExit, Log, ResourceError
 from mmray.training import RunReporter
-from mmray.training.coordinator import Updates
+from mmray.training.workers.coordinator import Updates
 
 if TYPE_CHECKING:
     from mmray.engine.batch import BatchShape

@@ -34,7 +34,6 @@ from mmray.storage.outage import Outage, retry_until_back
 from mmray.storage.paths import AnyPath
 from mmray.storage.requests import TransientStorageError
 from mmray.training import RunReporter
-from mmray.training.backend import Attempt, Backend
 from mmray.training.monitor import (
     WASTED_STEPS,
     AttemptMonitor,
@@ -44,6 +43,7 @@ from mmray.training.monitor import (
 )
 from mmray.training.resolve import ResolvedRun
 from mmray.training.run_dir import RunDir, check_processor, redact_text
+from mmray.training.workers.backend import Attempt, Backend
 
 if TYPE_CHECKING:
     from mmray.training.evaluate_beside import BesideEvaluator

@@ -21,10 +21,10 @@ from mmray.errors import ResourceError, TrainingError
 from mmray.storage.paths import read_lines, remove_tree
 from mmray.sweep_files import Rung
 from mmray.training import RunReporter
-from mmray.training.backend import run_in_thread
 from mmray.training.driver import train
 from mmray.training.monitor import signal_handlers
-from mmray.training.ray_trainer import ray_storage
+from mmray.training.workers.backend import run_in_thread
+from mmray.training.workers.ray_trainer import ray_storage
 from mmray.tuning.results import TrialOutcome, classify_error, newest_value
 from mmray.tuning.sweep import STOP_FILE, SweepState
 from mmray.tuning.trials import SweepPlan, Trial

@@ -22,9 +22,9 @@ from mmray.report.sweep import SweepRecord
 from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
 from mmray.sweep_files import GOALS
-from mmray.training.local import count_gpus
 from mmray.training.resolve import resolve_run
 from mmray.training.run_dir import collect_environment
+from mmray.training.workers.local import count_gpus
 from mmray.tuning.concurrency import plan_concurrency
 from mmray.tuning.ray_tune import ENVIRONMENT, run_trials_on_ray_tune
 from mmray.tuning.results import recommend_trial

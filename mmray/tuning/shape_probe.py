@@ -19,10 +19,10 @@ from mmray.storage.paths import AnyPath, remove_tree
 from mmray.sweep_files import SWEEP, TrialRow
 from mmray.training import RunReporter
 from mmray.training.driver import check_classes
-from mmray.training.local import measure_in_worker
 from mmray.training.resolve import with_default_vocab, with_written_weights
 from mmray.training.run_dir import collect_environment
 from mmray.training.validate import unsupported_reasons
+from mmray.training.workers.local import measure_in_worker
 from mmray.tuning.results import recommend_trial
 from mmray.tuning.shape import Measurements, build_rows
 from mmray.tuning.sweep import resolve_sweep_dir
@@ -129,7 +129,7 @@ def measure(config: Config, scratch: AnyPath, reporter: RunReporter) -> Measurem
         check_classes(config)
         return measure_in_worker(_measure_in_worker, with_default_vocab(config), on_message)
     with ray_session(config.cluster, log=reporter.log):
-        from mmray.training.ray_backend import RayBackend, run_group  # imports Ray Train
+        from mmray.training.workers.ray_backend import RayBackend, run_group  # imports Ray Train
 
         check_classes(config)
         backend = RayBackend()

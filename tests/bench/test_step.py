@@ -35,7 +35,7 @@ from mmray.config import (
 from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
 from mmray.errors import ResourceError, TrainingError, UsageError
-from mmray.training.local import measure_in_worker
+from mmray.training.workers.local import measure_in_worker
 from tests.engine.fake_cuda import DEVICES, gpus, has_gpus
 
 CPU = torch.device("cpu")

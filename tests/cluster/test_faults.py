@@ -18,8 +18,9 @@ from mmray.cluster.capacity import NODE_ID
 from mmray.cluster.placement import alive_nodes, free_nodes
 from mmray.config import Cluster
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.training import backend, monitor
+from mmray.training import monitor
 from mmray.training.driver import train
+from mmray.training.workers import backend
 from tests.engine.single_worker import run_config
 from tests.training.readers import StoppingReader
 from tests.training.runs import Silent, config, expected_marks, in_double, lines, marks, weights

@@ -11,7 +11,7 @@ import torch
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import prefetch
 from mmray.engine.collectives import Group
-from mmray.training.backend import COLLECTIVE_ERRORS
+from mmray.training.workers.backend import COLLECTIVE_ERRORS
 from tests.engine import ranks, toy
 
 

@@ -10,11 +10,11 @@ import ray.exceptions
 from mmray.engine.batch import BatchShape
 from mmray.engine.worker_context import TRAINING
 from mmray.errors import DeviceError, MmrayError, OutOfMemoryError
-from mmray.training.backend import WorkerFailed
 from mmray.training.monitor import Workers
 from mmray.training.resolve import ResolvedRun
 from mmray.training.run_dir import RunDir
 from mmray.training.supervisor import Supervisor
+from mmray.training.workers.backend import WorkerFailed
 from tests.training.runs import Silent, config
 
 HEARTBEAT = {

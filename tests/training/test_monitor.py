@@ -12,8 +12,6 @@ from mmray.config import Cluster, Config
 from mmray.engine.batch import BatchShape
 from mmray.engine.worker_context import TRAINING
 from mmray.errors import ForceExit, ResourceError
-from mmray.training.backend import run_in_thread
-from mmray.training.coordinator import Coordinator
 from mmray.training.monitor import (
     AttemptMonitor,
     HangDetector,
@@ -21,6 +19,8 @@ from mmray.training.monitor import (
     RunProgress,
     stuck_ranks,
 )
+from mmray.training.workers.backend import run_in_thread
+from mmray.training.workers.coordinator import Coordinator
 from tests.training.runs import Silent, config
 from tests.training.scripted import ScriptedWorkers
 

@@ -24,9 +24,7 @@ from mmray.errors import (
     is_device_error,
 )
 from mmray.storage.requests import TransientStorageError
-from mmray.training.backend import WorkerFailed
 from mmray.training.monitor import AttemptMonitor, HeartbeatRecord, RunProgress
-from mmray.training.ray_backend import RayBackend
 from mmray.training.supervisor import (
     EVENTS,
     Failure,
@@ -35,6 +33,8 @@ from mmray.training.supervisor import (
     decide_recovery,
     retry_shape,
 )
+from mmray.training.workers.backend import WorkerFailed
+from mmray.training.workers.ray_backend import RayBackend
 from tests.training.runs import Silent
 from tests.training.scripted import ScriptedWorkers
 

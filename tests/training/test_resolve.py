@@ -15,8 +15,8 @@ from mmray.errors import DataError, UsageError
 from mmray.evaluation.build import build_evaluator
 from mmray.storage.paths import to_path
 from mmray.training import sets
-from mmray.training.backend import Attempt, resume_point
 from mmray.training.resolve import resolve_run
+from mmray.training.workers.backend import Attempt, resume_point
 from tests.data.prepare.test_pipeline import make_source, run_here
 from tests.made import make_set, png, row
 from tests.training.runs import Silent, config

@@ -38,7 +38,7 @@ from mmray.engine.collectives import Group
 from mmray.errors import OutOfMemoryError, TrainingError
 from mmray.models.two_tower import TwoTower
 from mmray.sweep_files import TrialRow
-from mmray.training.ray_backend import cause_in_group
+from mmray.training.workers.ray_backend import cause_in_group
 from mmray.tuning import shape_probe, shape_worker
 from mmray.tuning.shape import Measurements
 from mmray.tuning.shape_probe import best_recipe, probe_shapes

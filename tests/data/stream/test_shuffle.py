@@ -12,8 +12,8 @@ from mmray.data.stream.order import BlockShuffle
 from mmray.data.stream.shuffle import resolve_block_shuffle, with_local_cache
 from mmray.errors import UsageError
 from mmray.storage.paths import copy_file, list_files, to_path
-from mmray.training.backend import resume_point
 from mmray.training.resolve import resolve_run
+from mmray.training.workers.backend import resume_point
 from tests import made
 from tests.data.store.test_prepared_set import make_rows
 from tests.data.store.test_shards import put

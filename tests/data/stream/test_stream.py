@@ -25,7 +25,7 @@ from mmray.data.stream.slots import SlotPool
 from mmray.data.stream.stream import RankBlocks
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.storage.requests import TransientStorageError
-from mmray.training.ray_backend import root_cause
+from mmray.training.workers.ray_backend import root_cause
 from tests.data.stream.consumers import compare, consume, taken
 from tests.made import CAPTIONS, make_set, png, row
 from tests.polling import wait_until

@@ -21,7 +21,7 @@ from mmray.engine.collectives import Group
 from mmray.errors import TrainingError
 from mmray.storage.paths import to_path
 from mmray.storage.ranges import RangeReader
-from mmray.training.backend import COLLECTIVE_ERRORS
+from mmray.training.workers.backend import COLLECTIVE_ERRORS
 from tests.engine import toy
 from tests.engine.checkpoint import shard_ranks
 from tests.engine.conftest import spawn_ranks

@@ -20,7 +20,8 @@ from mmray.cli import main
 from mmray.config import Config, Data, from_yaml
 from mmray.errors import DataError, DeviceError, OutOfMemoryError, TrainingError, UsageError
 from mmray.processes import ChildDied
-from mmray.training import backend, driver, local, rank
+from mmray.training import driver
+from mmray.training.workers import backend, local, rank
 from tests.made import make_set, row
 from tests.training.faults import move_storage
 from tests.training.readers import StalledReader

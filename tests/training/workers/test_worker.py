@@ -8,8 +8,8 @@ import pytest
 import ray.train.torch
 
 from mmray.data.stream.order import ResumePoint
-from mmray.training.coordinator import Coordinator
-from mmray.training.ray_trainer import train_loop_per_worker
+from mmray.training.workers.coordinator import Coordinator
+from mmray.training.workers.ray_trainer import train_loop_per_worker
 from tests.polling import wait_until
 
 
@@ -37,7 +37,7 @@ def coordinator(monkeypatch):
     )
     monkeypatch.setattr(ray, "get", lambda reply, timeout=None: reply)
     blocks = SimpleNamespace(close=lambda: None)
-    monkeypatch.setattr("mmray.training.ray_trainer.rank_blocks", lambda *_: blocks)
+    monkeypatch.setattr("mmray.training.workers.ray_trainer.rank_blocks", lambda *_: blocks)
     monkeypatch.setattr(ray.train.torch, "get_device", lambda: None)
     made = Coordinator(set())
     made.heartbeat = SimpleNamespace(remote=made.heartbeat)

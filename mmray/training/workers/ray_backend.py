@@ -37,7 +37,8 @@ from mmray.engine.batch import out_of_memory_error
 from mmray.errors import Log, MmrayError, ResourceError, TrainingError, first_line
 from mmray.machine import cores, free_memory
 from mmray.storage.paths import AnyPath
-from mmray.training.backend import (
+from mmray.training.monitor import Workers
+from mmray.training.workers.backend import (
     Attempt,
     WorkerFailed,
     format_counts,
@@ -46,11 +47,10 @@ from mmray.training.backend import (
     run_in_thread,
     select_cause,
 )
-from mmray.training.coordinator import Updates
-from mmray.training.inputs import local_inputs
-from mmray.training.monitor import Workers
-from mmray.training.rank import measure_in_rank
-from mmray.training.ray_trainer import (
+from mmray.training.workers.coordinator import Updates
+from mmray.training.workers.inputs import local_inputs
+from mmray.training.workers.rank import measure_in_rank
+from mmray.training.workers.ray_trainer import (
     start_coordinator,
     torch_trainer,
     train_loop_per_worker,

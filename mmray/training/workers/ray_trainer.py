@@ -38,8 +38,8 @@ from mmray.engine.heartbeat import describe_process
 from mmray.errors import DeviceError, MmrayError, is_device_error
 from mmray.machine import LOOPBACK
 from mmray.storage.paths import AnyPath, RemotePath
-from mmray.training.coordinator import IMPORTING, Coordinator, Request
-from mmray.training.rank import CoordinatorClient, train_rank
+from mmray.training.workers.coordinator import IMPORTING, Coordinator, Request
+from mmray.training.workers.rank import CoordinatorClient, train_rank
 
 if TYPE_CHECKING:
     import torch

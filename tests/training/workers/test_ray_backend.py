@@ -21,10 +21,10 @@ from mmray.cluster.run_resources import (
 from mmray.config import Cluster, Config, Data, Train
 from mmray.config.recipes import RECIPES
 from mmray.errors import ResourceError
-from mmray.training import ray_backend, ray_trainer
 from mmray.training.driver import describe_idle, describe_schedule
-from mmray.training.ray_backend import MAX_DECODERS, RayBackend, decoder_limits
-from mmray.training.ray_trainer import torch_trainer
+from mmray.training.workers import ray_backend, ray_trainer
+from mmray.training.workers.ray_backend import MAX_DECODERS, RayBackend, decoder_limits
+from mmray.training.workers.ray_trainer import torch_trainer
 
 GIB = 2.0**30
 LAPTOP = Node({"CPU": 12.0, "GPU": 2.0, "memory": 64 * GIB}, {"ray.io/node-id": "a"})

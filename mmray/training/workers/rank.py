@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mmray.data.stream.order import ResumePoint
     from mmray.data.stream.stream import RankBlocks
     from mmray.engine.worker_context import WorkerContext
-    from mmray.training.coordinator import Message, Request
+    from mmray.training.workers.coordinator import Message, Request
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,9 @@ from mmray.errors import (
 )
 from mmray.machine import cores, torchrun_rank, torchrun_world_size
 from mmray.processes import Channel, ChildDied, ChildProcess
-from mmray.training.backend import (
+from mmray.training.monitor import Workers, signal_handlers
+from mmray.training.run_dir import RunDir
+from mmray.training.workers.backend import (
     Attempt,
     WorkerFailed,
     format_counts,
@@ -48,15 +50,13 @@ from mmray.training.backend import (
     run_in_thread,
     select_cause,
 )
-from mmray.training.coordinator import IMPORTING, Coordinator, Updates
-from mmray.training.monitor import Workers, signal_handlers
-from mmray.training.rank import (
+from mmray.training.workers.coordinator import IMPORTING, Coordinator, Updates
+from mmray.training.workers.rank import (
     CoordinatorClient,
     configure_process,
     measure_in_rank,
     train_rank,
 )
-from mmray.training.run_dir import RunDir
 
 if TYPE_CHECKING:
     import torch

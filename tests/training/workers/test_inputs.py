@@ -7,7 +7,7 @@ from mmray.cluster.shared_storage import LocalInput, find_missing
 from mmray.config import Config, Data, Towers, Vlm
 from mmray.data.store.mixture import PreparedMixture
 from mmray.storage.paths import to_path
-from mmray.training.inputs import local_inputs
+from mmray.training.workers.inputs import local_inputs
 
 
 def stored(folder, images=None):

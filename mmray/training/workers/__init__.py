@@ -1,0 +1,1 @@
+"""The workers of a run: on a Ray cluster, or a process of this machine."""
