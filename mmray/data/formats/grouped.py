@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from mmray.builtin import COLUMNS
-from mmray.data.formats.listing import BAD_ROW, ListingSource, Rows, format_line
+from mmray.data.formats.listing import BAD_ROW, format_line, read_listing
 from mmray.data.formats.source import RawRow, Source, SourceChunk
-from mmray.data.formats.text_lines import LineReader
+from mmray.data.formats.text_lines import JsonlSource
 from mmray.data.partitions import read_part, write_parts
 from mmray.data.rows import (
     FOLDER,
@@ -30,37 +30,36 @@ from mmray.data.rows import (
     has_any,
 )
 from mmray.errors import DataError
-from mmray.storage.paths import TEMP_SUFFIX, AnyPath, open_output, open_sequential
+from mmray.storage.paths import TEMP_SUFFIX, AnyPath, list_names, open_output
 from mmray.storage.requests import parallel_map
 
 # Columns of an image; captions are joined, and ids are of rows.
 _SHARED = [name for name in COLUMNS if name not in ("id", "key", "text", "texts")]
 ROWS_PER_CHUNK = 1 << 16
 MAX_GROUPED_ROWS = 1 << 20  # rows that are grouped at a time
-_NUMBER_BYTES = 20  # of the number of a group at the start of its line, to merge the parts
+CHUNKS_PER_LISTING = 16  # of the source, whose first rows of images are in one listing
+_LISTING = "grouped-{:05d}.jsonl"
+_LISTED = re.compile(r"grouped(-[0-9]+)?\.jsonl")  # also of an earlier version
+_GROUPS = pa.schema([("order", pa.int64()), ("line", pa.large_binary())])
 _SCHEMA = pa.schema([("row", pa.large_binary())])
 # Calls a picklable function with each item; in tasks if they have many rows.
-Run = Callable[[Callable[[Any], dict[str, Any]], Sequence[Any], int], Iterator[dict[str, Any]]]
+Run = Callable[[Callable[[Any], Any], Sequence[Any], int], Iterator[Any]]
 
 
-class GroupedSource(ListingSource):
+class GroupedSource(Source):
     """Groups the rows of another source that have the same image, by its path or URL.
 
     Captions are joined in source order, equal ones once. Other columns are those of the first row.
     Rows of different splits are not grouped, nor are conversations. Tasks divide the rows into
-    parts by hashes of their images, and group each part; the driver merges their lines.
+    parts by hashes of their images, and group each part; others sort the groups by their first
+    rows, each a range of these, and list them in a file.
 
     `scan` yields chunks of the grouped rows, and `read(chunk)` the rows of one as RawRow.
 
     Args:
         source: The source, whose images must be paths or URLs.
         run: Called with (function, items, number of rows) to call the function with each item.
-
-    Attributes:
-        listing: Name of the file with the listed rows, in the folder of the prepared set.
     """
-
-    listing: ClassVar[str] = "grouped.jsonl"
 
     def __init__(self, source: Source, run: Run) -> None:
         super().__init__(
@@ -73,33 +72,44 @@ class GroupedSource(ListingSource):
     def describe(self) -> str:
         return f"{self._source.describe()}, grouped by image"
 
-    def list_rows(self) -> Rows:
-        for line in self.list_lines():
-            location, values = json.loads(line)
-            yield location, values
-
-    def list_lines(self) -> Iterator[bytes]:
+    def scan(self, rows_per_chunk: int) -> Iterator[SourceChunk]:
         source = self._source
         chunks = list(source.scan(ROWS_PER_CHUNK))
         self.class_names = source.class_names
         self.ignored = source.ignored
-        if not chunks:
-            return
         num_rows = sum(chunk.num_rows or 0 for chunk in chunks)
         num_parts = 1 + num_rows // MAX_GROUPED_ROWS
         folder = self.prepared_folder
         divide = partial(_divide_rows, source=source, num_parts=num_parts)
-        inputs = [result["file"] for result in self._run(divide, chunks, num_rows)]
-        group = partial(_group_part, folder=folder, files=sorted(inputs))
+        inputs = sorted(self._run(divide, chunks, num_rows))
+        names = [_LISTING.format(n) for n in range(-(-len(chunks) // CHUNKS_PER_LISTING))]
+        group = partial(_group_part, folder=folder, files=inputs, num_listings=len(names))
         outputs = []
-        for result in self._run(group, range(num_parts), num_rows):
-            outputs.append(result["file"])
-            self.split_rows.update(result["splits"])
-        with ExitStack() as exit_stack:
-            files = [exit_stack.enter_context(open_sequential(folder / name)) for name in outputs]
-            for line in heapq.merge(*map(LineReader, files)):
-                yield line[_NUMBER_BYTES:]
-        parallel_map(lambda name: (folder / name).unlink(), [*inputs, *outputs])
+        num_groups = np.zeros(len(names), np.int64)
+        for file, counts, splits in self._run(group, range(num_parts if chunks else 0), num_rows):
+            outputs.append(file)
+            num_groups += counts
+            self.split_rows.update(splits)
+        listings = []
+        for number, rows_before in enumerate((num_groups.cumsum() - num_groups).tolist()):
+            earlier = [chunk for chunk in self.earlier if chunk.file == names[number]]
+            listings.append((number, names[number], rows_before, earlier))
+        write = partial(
+            _write_listing,
+            folder=folder,
+            files=outputs,
+            rows_per_chunk=rows_per_chunk,
+            grows=self.grows,
+        )
+        listed = sorted(self._run(write, listings, num_rows))
+        for index, chunk in enumerate(chain.from_iterable(each for _, each in listed)):
+            yield replace(chunk, index=index)
+        stale = [each for each in list_names(folder) if _LISTED.fullmatch(each)]
+        stale = [*set(stale).difference(names), *inputs, *outputs]
+        parallel_map(lambda name: (folder / name).unlink(), stale)
+
+    def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
+        return read_listing(self.prepared_folder, chunk)
 
     def _drops(self, name: str) -> bool:
         return False  # its source has counted the columns
@@ -110,8 +120,10 @@ class GroupedSource(ListingSource):
         return record
 
 
-def _divide_rows(chunk: SourceChunk, source: Source, num_parts: int) -> dict[str, Any]:
-    """Task: write the rows of a chunk, divided by the hashes of their groups, to a file."""
+def _divide_rows(chunk: SourceChunk, source: Source, num_parts: int) -> str:
+    """Task: write the rows of a chunk, divided by the hashes of their groups, to a file; return its
+    name.
+    """
     lines = []
     part_of = []
     for number, row in enumerate(source.read(chunk)):
@@ -124,11 +136,17 @@ def _divide_rows(chunk: SourceChunk, source: Source, num_parts: int) -> dict[str
     file = f"rows-{chunk.index:08d}{TEMP_SUFFIX}"
     table = pa.table({"row": lines}, _SCHEMA)
     write_parts(source.prepared_folder / file, table, np.array(part_of, np.int64), num_parts)
-    return {"file": file}
+    return file
 
 
-def _group_part(part: int, folder: AnyPath, files: Sequence[str]) -> dict[str, Any]:
-    """Task: write the groups of a part to a file, each line after the number of its first row."""
+def _group_part(
+    part: int, folder: AnyPath, files: Sequence[str], num_listings: int
+) -> tuple[str, np.ndarray, Counter[str]]:
+    """Task: write the groups of a part to a file, divided by their listings.
+
+    Returns:
+        The name of the file, and the numbers of groups by listing and by split.
+    """
     groups: dict[str, tuple[int, str, dict[str, Any]]] = {}  # with order and location
     captions: dict[str, dict[str, Any]] = {}  # captions by group and notation
     for row in read_part([folder / name for name in files], part)["row"]:
@@ -140,15 +158,42 @@ def _group_part(part: int, folder: AnyPath, files: Sequence[str]) -> dict[str, A
             first[NOTICES] = [*dict.fromkeys([*first.get(NOTICES, ()), *notices])]
         captions.setdefault(name, {}).update({repr(text): text for text in texts})
     splits: Counter[str] = Counter()
+    lines = []
+    for name, (_, location, values) in groups.items():
+        if captions[name]:
+            values["texts"] = [*captions[name].values()]
+        if split := values.get("split"):
+            splits[split] += 1
+        lines.append(format_line(location, values))
+    orders = np.array([order for order, _, _ in groups.values()], np.int64)
+    listing_of = (orders >> 32) // CHUNKS_PER_LISTING
     file = f"groups-{part}{TEMP_SUFFIX}"
-    with open_output(folder / file) as stream:
-        for name, (order, location, values) in groups.items():
-            if captions[name]:
-                values["texts"] = [*captions[name].values()]
-            if split := values.get("split"):
-                splits[split] += 1
-            stream.write(b"%0*d" % (_NUMBER_BYTES, order) + format_line(location, values))
-    return {"file": file, "splits": splits}
+    table = pa.table({"order": orders, "line": lines}, _GROUPS)
+    write_parts(folder / file, table, listing_of, num_listings)
+    return file, np.bincount(listing_of, minlength=num_listings), splits
+
+
+def _write_listing(
+    item: tuple[int, str, int, list[SourceChunk]],
+    folder: AnyPath,
+    files: Sequence[str],
+    rows_per_chunk: int,
+    grows: bool,
+) -> tuple[int, list[SourceChunk]]:
+    """Task: write the groups of a listing in the order of their first rows; return its chunks.
+
+    Args:
+        item: Number and name of the listing, number of rows before it, and its earlier chunks.
+    """
+    number, name, rows_before, earlier = item
+    groups = read_part([folder / file for file in files], number).sort_by("order")
+    with open_output(folder / name) as stream:
+        for line in groups["line"]:
+            stream.write(line.as_buffer())
+    rows = JsonlSource(folder, name, {})
+    rows.grows = grows
+    rows.earlier = earlier
+    return number, list(rows.scan_file(name, rows_per_chunk, rows_before))
 
 
 def _group(row: RawRow) -> tuple[list[Any], dict[str, Any]]:

@@ -82,25 +82,18 @@ class ListingSource(Source):
 
     def scan(self, rows_per_chunk: int) -> Iterator[SourceChunk]:
         with open_output(self.prepared_folder / self.listing) as file:
-            for line in self.list_lines():
-                file.write(line)
+            for location, row in self.list_rows():
+                if split := row.get("split"):
+                    self.split_rows[split] += 1
+                file.write(format_line(location, row))
         if (self.prepared_folder / self.listing).stat().st_size:
             rows = JsonlSource(self.prepared_folder, self.listing, {})
             rows.grows = self.grows
             rows.earlier = self.earlier
             yield from rows.scan(rows_per_chunk)
 
-    def list_lines(self) -> Iterator[bytes]:
-        """Yield the lines of the listing, and count the rows by split."""
-        for location, row in self.list_rows():
-            if split := row.get("split"):
-                self.split_rows[split] += 1
-            yield format_line(location, row)
-
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
-        for line, _, data in JsonlSource(self.prepared_folder, self.listing, {}).records(chunk):
-            location, values = json.loads(data)
-            yield line, location, values
+        return read_listing(self.prepared_folder, chunk)
 
     def parse(self, record: dict[str, Any]) -> dict[str, Any]:
         name, *_ = record.pop("text_file", [None])
@@ -116,6 +109,13 @@ class ListingSource(Source):
             return record | {"texts": texts, NOTICES: [*record.get(NOTICES, ()), *notices]}
         lines = decode_text(data, name).splitlines()
         return record | {"texts": [line for line in lines if line.strip()] or [""]}
+
+
+def read_listing(folder: AnyPath, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
+    """Yield the rows of a chunk of a listing in a folder: line, location and columns."""
+    for line, _, data in JsonlSource(folder, chunk.file, {}).records(chunk):
+        location, values = json.loads(data)
+        yield line, location, values
 
 
 def format_line(location: str, row: dict[str, Any]) -> bytes:

@@ -10,11 +10,13 @@ import io
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, ClassVar
+
+import numpy as np
 
 from mmray.data.formats.source import (
     RawRow,
@@ -103,6 +105,85 @@ class LineReader(Iterator[bytes]):
         self._file.seek(self.offset)
 
 
+class _LineCounter:
+    """Counts the lines of a file, as LineReader reads them, without an object for each.
+
+    Args:
+        file: Raw binary file that can seek.
+        start: Byte at which the first line starts.
+        stops: Sorted offsets of the file at which `skip` stops if a line ends there.
+
+    Attributes:
+        offset, num_lines, digest: As those of LineReader.
+    """
+
+    def __init__(self, file: io.RawIOBase, start: int, stops: Sequence[int]) -> None:
+        file.seek(start)
+        self.offset = start
+        self.num_lines = 0
+        self.digest = hashlib.sha256()
+        self._file = file
+        self._stops = np.array(stops, np.int64)
+        self._piece = b""
+        self._piece_start = start
+        self._ends = np.zeros(0, np.int64)  # offsets in the file of the line ends in the piece
+        self._rows = np.zeros(1, np.int64)  # number of rows before each line of the piece
+        self._stop_lines = np.zeros(0, np.int64)  # lines of the piece after which `skip` stops
+        self._next = 0  # line of the piece
+        self._has_text = False  # whether the line that continues in the next piece is a row
+
+    def skip(self, most: int) -> int:
+        """Skip lines, at most `most`, and return how many have more than white space."""
+        rows = 0
+        while most:
+            if self._next == len(self._ends):
+                self._move_to(self._piece_start + len(self._piece))
+                if not self._read_piece():
+                    rows += self._has_text
+                    self._has_text = False
+                    break
+                continue
+            end = min(self._next + most, len(self._ends))
+            stop = self._stop_lines.searchsorted(self._next)
+            if is_stop := stop < len(self._stop_lines) and self._stop_lines[stop] < end:
+                end = int(self._stop_lines[stop]) + 1
+            rows += int(self._rows[end] - self._rows[self._next])
+            self.num_lines += end - self._next
+            most = 0 if is_stop else most - (end - self._next)
+            self._next = end
+            self._move_to(int(self._ends[end - 1]))
+        return rows
+
+    def _move_to(self, offset: int) -> None:
+        start, stop = (each - self._piece_start for each in (self.offset, offset))
+        self.digest.update(memoryview(self._piece)[start:stop])
+        self.offset = offset
+
+    def _read_piece(self) -> bool:
+        piece = self._file.read(_PIECE_BYTES) or b""
+        text = piece.removeprefix(BOM if self.offset == 0 else b"")
+        data = np.frombuffer(piece, np.uint8)
+        ends = np.flatnonzero(data == ord("\n")) + 1
+        starts = np.append(len(piece) - len(text), ends)
+        is_row = np.ones(len(ends), bool)
+        # Lines that start with white space may have nothing else.
+        for number in np.flatnonzero(data[starts[:-1]] <= ord(" ")).tolist():
+            is_row[number] = bool(piece[starts[number] : ends[number]].strip())
+        has_text = bool(piece[starts[-1] :].strip())
+        if len(ends):
+            is_row[0] |= self._has_text
+        else:
+            has_text |= self._has_text
+        self._has_text = has_text
+        self._piece = piece
+        self._piece_start = self.offset
+        self._ends = ends + self.offset
+        self._rows = np.append(0, np.cumsum(is_row))
+        self._stop_lines = np.flatnonzero(np.isin(self._ends, self._stops))
+        self._next = 0
+        return bool(piece)
+
+
 class JsonlSource(Source):
     """A .jsonl file, or a folder of such files whose names define splits; images are paths relative
     to their file.
@@ -139,7 +220,7 @@ class JsonlSource(Source):
             self.check(name)
             same = self._unchanged_chunks(name)
             rows_before = rows + sum(chunk.num_rows or 0 for chunk in same)
-            for chunk in chain(same, self._scan_file(name, rows_per_chunk, rows_before, same)):
+            for chunk in chain(same, self.scan_file(name, rows_per_chunk, rows_before, same)):
                 yield replace(chunk, index=index, split=splits[name])
                 index += 1
                 rows += chunk.num_rows or 0
@@ -165,38 +246,44 @@ class JsonlSource(Source):
                 left -= len(piece)
         return digest.hexdigest() == chunk.signature
 
-    def _scan_file(
-        self, name: str, rows_per_chunk: int, rows_before: int, same: Sequence[SourceChunk]
+    def scan_file(
+        self, name: str, rows_per_chunk: int, rows_before: int, same: Sequence[SourceChunk] = ()
     ) -> Iterator[SourceChunk]:
-        """Yield the chunks of a file after its first ones, `same`."""
+        """Yield the chunks of a file after its first ones, `same`; all have the index 0.
+
+        Args:
+            rows_before: Number of rows in the chunks before these.
+        """
         start = same[-1].stop if same else 0
-        records = rows = 0
         earlier = [chunk for chunk in self.earlier if chunk.file == name]
-        earlier_ends = {chunk.stop for chunk in earlier}
         first_line = earlier[len(same)].first_line if same else 1
         lines_before = first_line - 1
-        limit = self.chunk_rows(rows_per_chunk, rows_before)
+        ends = [chunk.stop for chunk in earlier]
         with open_sequential(self.folder / name) as file:
-            lines = LineReader(file, start)
-
-            def chunk() -> SourceChunk:
+            lines, skip = self._open_lines(name, file, start, ends)
+            while True:
+                rows = skip(self.chunk_rows(rows_per_chunk, rows_before))
+                if lines.offset == start:
+                    return
                 digest = lines.digest.hexdigest()
-                return SourceChunk(0, name, start, lines.offset, first_line, rows, digest)
+                yield SourceChunk(0, name, start, lines.offset, first_line, rows, digest)
+                start = lines.offset
+                first_line = lines_before + lines.num_lines + 1
+                rows_before += rows
+                lines.digest = hashlib.sha256()
 
-            for record in self.iter_records(name, lines):
-                records += 1
-                rows += bool(record)
-                if records == limit or lines.offset in earlier_ends:
-                    yield chunk()
-                    start = lines.offset
-                    first_line = lines_before + lines.num_lines + 1
-                    rows_before += rows
-                    limit = self.chunk_rows(rows_per_chunk, rows_before)
-                    records = 0
-                    rows = 0
-                    lines.digest = hashlib.sha256()
-            if lines.offset > start:
-                yield chunk()
+    def _open_lines(
+        self, name: str, file: io.RawIOBase, start: int, stops: Sequence[int]
+    ) -> tuple[LineReader | _LineCounter, Callable[[int], int]]:
+        """Return the lines of a file, and a function that skips some records, or those up to one of
+        the offsets `stops`, and returns how many are rows.
+        """
+        if type(self).iter_records is JsonlSource.iter_records:
+            counter = _LineCounter(file, start, stops)
+            return counter, counter.skip
+        lines = LineReader(file, start)
+        records = self.iter_records(name, lines)
+        return lines, partial(_skip_records, lines, records, {*stops})
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
         line = chunk.first_line
@@ -242,6 +329,15 @@ class JsonlSource(Source):
             if folder and not self.name and isinstance(row.values, dict):
                 row.values[FOLDER] = folder
             yield row
+
+
+def _skip_records(lines: LineReader, records: Iterator[Any], stops: set[int], most: int) -> int:
+    rows = 0
+    for number, record in enumerate(records, 1):
+        rows += bool(record)
+        if number == most or lines.offset in stops:
+            break
+    return rows
 
 
 def parse_json(data: bytes, strict: bool = True) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """`--group image`: rows of one image become one row with all captions."""
 
 import json
+import pickle
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from mmray.data.formats import grouped
+from mmray.data.formats.text_lines import JsonlSource
 from mmray.errors import DataError
 from tests.data.formats.test_formats import images, prepared
 from tests.data.prepare.test_pipeline import add, color_image
@@ -24,6 +26,7 @@ def test_captions_of_an_image_are_joined_in_any_order_of_rows(
 ):
     monkeypatch.setattr(grouped, "ROWS_PER_CHUNK", rows_at_a_time)
     monkeypatch.setattr(grouped, "MAX_GROUPED_ROWS", rows_at_a_time)
+    monkeypatch.setattr(grouped, "CHUNKS_PER_LISTING", rows_at_a_time)
     folder = images(tmp_path / "raw", 3)
     lines = ["image,caption,label", "0.png,a,5", "1.png,b,6", "0.png,c,5", "1.png,b,6", "2.png,d,7"]
     (folder / "rows.csv").write_text("\n".join(lines))
@@ -33,7 +36,10 @@ def test_captions_of_an_image_are_joined_in_any_order_of_rows(
         folder / "rows.csv", tmp_path / "out", lambda text, _: logged.append(text), **settings
     )
     assert not faults and manifest.num_rows == 3
-    assert not list((tmp_path / "out").glob("*.unfinished"))
+    listings = {"grouped-00000.jsonl"}
+    if rows_at_a_time == 1:  # one for each row of the source
+        listings = {f"grouped-{number:05d}.jsonl" for number in range(6)}
+    assert {path.name for path in (tmp_path / "out").glob("gr*")} == listings
     assert content(rows) == [
         (color_image(0), ["a", "c"]),
         (color_image(1), ["b"]),
@@ -83,6 +89,44 @@ def test_images_by_path_in_parquet_are_grouped_and_bytes_are_refused(tmp_path):
     pq.write_table(pa.table(table), folder / "bytes.parquet")
     with pytest.raises(DataError, match="--duplicates row"):
         prepared(folder / "bytes.parquet", tmp_path / "other", group="image")
+
+
+def test_tasks_return_no_rows_and_chunks_continue_over_listings(tmp_path, monkeypatch):
+    monkeypatch.setattr(grouped, "ROWS_PER_CHUNK", 40)
+    monkeypatch.setattr(grouped, "MAX_GROUPED_ROWS", 100)
+    monkeypatch.setattr(grouped, "CHUNKS_PER_LISTING", 2)
+    monkeypatch.setattr("mmray.data.formats.source.MAX_SMALL_CHUNKS", 3)
+    source = tmp_path / "rows.jsonl"
+    captions = [f"caption {number} {'of an image ' * 20}" for number in range(400)]
+    source.write_text(
+        "".join(
+            json.dumps({"image": f"{number * 7 % 200}.png", "text": text}) + "\n"
+            for number, text in enumerate(captions)
+        )
+    )
+    num_bytes = []
+
+    def run(work, items, num_rows):
+        results = [work(item) for item in items]
+        num_bytes.append(len(pickle.dumps(results)))
+        return iter(results[::-1])  # tasks end in any order
+
+    (tmp_path / "out").mkdir()
+    groups = grouped.GroupedSource(JsonlSource(tmp_path, "rows.jsonl", {}, tmp_path / "out"), run)
+    groups.grows = True
+    chunks = list(groups.scan(8))
+    assert sum(num_bytes) < 6_000 < len("".join(captions)) / 10
+    assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
+    sizes = {}
+    for chunk in chunks:
+        sizes.setdefault(chunk.file, []).append(chunk.num_rows)
+    assert [sum(each) for each in sizes.values()] == [80, 80, 40]
+    assert [each[0] for each in sizes.values()] == [8, 80 // 3, 40]  # they grow with the rows
+    rows = [row for chunk in chunks for row in groups.read(chunk)]
+    assert [row.values["image"] for row in rows] == [f"{n * 7 % 200}.png" for n in range(200)]
+    assert [row.values["texts"] for row in rows] == [
+        [captions[number], captions[number + 200]] for number in range(200)
+    ]
 
 
 def test_a_caption_that_is_added_is_packed_again(tmp_path, in_process):

@@ -5,6 +5,7 @@ import io
 import json
 import os
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -67,6 +68,31 @@ def test_chunks_cover_the_file_and_keep_line_numbers(tmp_path_factory, lines, la
         (number, line.rstrip(b"\n")) for number, line in lines_of(place, name, chunks)
     ] == expected
     assert sum(chunk.num_rows for chunk in chunks) == len(expected)
+
+
+class Records(Lines):
+    """Lines that are scanned one at a time, as records of formats in which lines may continue."""
+
+    def iter_records(self, name, lines):
+        return super().iter_records(name, lines)
+
+
+@given(
+    lines=st.lists(st.sampled_from([b"", b" \t", b"{}", b" x", b"x" * 40, b"\x01"]), max_size=30),
+    last=st.sampled_from([b"", b"{}", b" ", b"x" * 40]),
+    rows=st.tuples(st.integers(1, 7), st.integers(1, 7)),
+    bom=st.booleans(),
+    piece_bytes=st.sampled_from([4, 9, 64]),
+)
+def test_lines_are_counted_as_they_are_read(tmp_path_factory, lines, last, rows, bom, piece_bytes):
+    data = (b"\xef\xbb\xbf" if bom else b"") + b"".join(line + b"\n" for line in lines) + last
+    place, name = write(tmp_path_factory.mktemp("scan"), data)
+    earlier = list(scan(place, name, rows[0]))[1::2]
+    one_at_a_time = Records(place, name, {})
+    one_at_a_time.earlier = earlier
+    with patch.object(lines_module, "_PIECE_BYTES", piece_bytes):
+        counted = list(scan(place, name, rows[1], earlier))
+    assert counted == list(one_at_a_time.scan(rows[1]))
 
 
 def test_appended_file_keeps_its_chunks(tmp_path):
