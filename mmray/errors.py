@@ -27,21 +27,14 @@ def require_positive(**numbers: float | None) -> None:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """Return a hint for a name that does not exist.
-
-    Returns:
-        ``did you mean `clip`?`` if a name is similar, otherwise `known: ` and all names.
-    """
+    """Return ``did you mean `clip`?`` if a known name is similar, otherwise all known names."""
     names = list(known)
     near = difflib.get_close_matches(word, names, n=1)
     return f"did you mean `{near[0]}`?" if near else f"known: {', '.join(names)}"
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its type if the message is empty.
-
-    MemoryError of Python has no message.
-    """
+    """Return the first line of an error's message, or of an empty one the name of its type."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -115,11 +108,7 @@ class DeviceError(TrainingError):
 
     @classmethod
     def from_error(cls, error: BaseException, where: str, node: str = "") -> DeviceError:
-        """Return a DeviceError for an error that a worker is handling, with its traceback as note.
-
-        Args:
-            node: ID of the node of the GPU in Ray; empty for this machine.
-        """
+        """Return a DeviceError for an error on a node (ID in Ray), with its traceback as note."""
         failed = cls(f"{first_line(error)} ({where})", node)
         failed.add_note("".join(traceback.format_exception(error)))
         return failed

@@ -77,14 +77,7 @@ def process_age_s() -> float:
 
 
 def network_interface(ip: str) -> str | None:
-    """Return the network interface of this machine that has an IP address.
-
-    Args:
-        ip: the address, such as `10.0.0.5`.
-
-    Returns:
-        Its name, such as `eth0`; None if no interface has the address.
-    """
+    """Return the network interface of this machine with an IP address, such as `eth0`, or None."""
     interfaces = psutil.net_if_addrs().items()
     return next(
         (name for name, addresses in interfaces if ip in {each.address for each in addresses}), None
@@ -92,13 +85,9 @@ def network_interface(ip: str) -> str | None:
 
 
 def set_network_interface(ip: str) -> None:
-    """Make gloo and NCCL of this process use the network interface of an IP address.
+    """Make gloo and NCCL use the network interface of an IP address, unless the user has set one.
 
-    Sets GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, unless the user has set them. By default gloo
-    takes the interface of the host name, which may be the loopback, and NCCL the first one.
-
-    Args:
-        ip: the address, such as `10.0.0.5`. Without effect if no interface has it.
+    By default gloo takes the one of the host name, maybe the loopback, and NCCL the first.
     """
     if (name := network_interface(ip)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -237,10 +237,7 @@ class OrderedMap(Generic[Item, Result]):
             last_s = now_s
 
     def interrupt(self) -> None:
-        """Kill the processes and end the iteration.
-
-        A thread that waits for the next result gets StopIteration.
-        """
+        """Kill the processes and end the iteration, also of a thread that waits for a result."""
         self._interrupted = True
         self._pool.kill()
 

@@ -15,11 +15,7 @@ from mmray.errors import UsageError
 
 
 def load_class(name: str, setting: str, known: tuple[str, ...] = ()) -> Any:
-    """Import the class or function that a setting names as `package.module:Name`.
-
-    Args:
-        name: Value of the setting, such as `my_package.models:MyModel`.
-        setting: Name of the setting, such as `model.kind`, for errors.
+    """Import the class or function `package.module:Name` that a setting (for errors) names.
 
     Raises:
         UsageError: The name has another form, or the class cannot be imported.
@@ -35,11 +31,7 @@ def load_class(name: str, setting: str, known: tuple[str, ...] = ()) -> Any:
 
 
 def load_part(name: str, setting: str, table: Mapping[str, str]) -> Any:
-    """Import the built-in class that a table has for a name, or a user's class.
-
-    Raises:
-        UsageError: The name is unknown, or its class cannot be imported.
-    """
+    """Import the built-in class that a table has for a name, or a user's class. Raises UsageError."""
     return load_class(table.get(name, name), setting, tuple(table))
 
 
@@ -53,11 +45,7 @@ def source_digest(part: object) -> str:
 
 
 def check_installed(package: str, setting: str, extra: str) -> None:
-    """Raise UsageError if an optional package is not installed.
-
-    Args:
-        extra: The extra of mmray that installs it, as in `pip install "mmray[EXTRA]"`.
-    """
+    """Raise UsageError if an optional package, which an extra of mmray installs, is missing."""
     if find_spec(package) is None:
         raise UsageError(
             f'{setting}: needs {package}; install it on every node: pip install "mmray[{extra}]"'

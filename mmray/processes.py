@@ -45,12 +45,7 @@ class ChildDied(Exception):
 
 
 def describe_exit(exit_code: int | None, name: str = "worker") -> str:
-    """Return how a process ended, such as `the worker process exited with code 1`.
-
-    Args:
-        exit_code: Exit code of `multiprocessing.Process`, negative for a signal; None: the process
-            closed its connection, but did not end.
-    """
+    """Return how a process ended; None: it closed its connection, but did not end."""
     if exit_code is None:
         return f"the {name} process closed its connection"
     if exit_code >= 0:

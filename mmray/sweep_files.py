@@ -110,19 +110,12 @@ class TrialRow:
 
     @property
     def samples(self) -> int | None:
-        """Samples (rows trained) at the last rung, a number of samples after which trials are
-        compared.
-
-        None before the first rung.
-        """
+        """Samples of the last rung; None before the first."""
         return self.rungs[-1].samples if self.rungs else None
 
     def value(self, goal: str) -> float | None:
-        """Return the value by which trials are compared.
-
-        Returns:
-            Samples/s for `throughput`, otherwise the newest held-out loss or recall@1 at which
-            trials were compared (a rung); None if it was not measured.
+        """Return samples/s for `throughput`, otherwise the metric of the last rung; None if not
+        measured.
         """
         if goal == "throughput":
             return self.samples_per_s

@@ -86,11 +86,8 @@ class CaptionDataset(Dataset[Any]):
         return tokenizer
 
     def encode(self, text: str) -> dict[str, Tensor]:
-        """Return the tokens of a caption.
-
-        Returns:
-            `input_ids` and `attention_mask` (0 for padding), int64 [T]. T is `max_tokens` if the
-            dataset was made with `pad`, otherwise the number of tokens, at most `max_tokens`.
+        """Return `input_ids` and `attention_mask`, int64 [T], of a caption; T is `max_tokens` with
+        `pad`.
         """
         encoded = self.tokenizer.encode(text)
         return {
@@ -196,18 +193,7 @@ class LoaderWorker:
 def receive_stream(
     rank: int, reader: RowReader, start: ResumePoint, block_mb: float, decoders: int
 ) -> list[Arrival]:
-    """Receive the rows of a rank of mmray's stream to its end.
-
-    Args:
-        rank: The rank; all ranks are on this node.
-        reader: Reads and decodes the rows of a prepared set.
-        start: Order and number of the rows.
-        block_mb: Largest size of a block in MB.
-        decoders: Decode actors of the rank.
-
-    Returns:
-        The arrival of each block.
-    """
+    """Receive the rows of a rank, with all ranks on this node, to the end of the stream."""
     arrivals = []
     limits = DecoderLimits(decoders, decoders, decoders)
     rows = start.plan.rank_rows

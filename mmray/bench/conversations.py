@@ -54,23 +54,10 @@ MIN_STEPS = 4
 
 
 def bench_conversations(config: Config, pairs: int, window_s: float) -> dict[str, Any]:
-    """Compare mmray's loop on packed rows with a loop by hand on padded ones.
-
-    Args:
-        config: The model, of kind `vlm`, and the batch; one worker is measured.
-        window_s: Approximate seconds of each timing.
+    """Compare mmray's loop on packed rows with a loop by hand on padded ones, with one worker.
 
     Returns:
-        `machine` (a dict: `cpu`, `cores`, `device`, `load_1min`, and versions `python` and
-        `torch`), `batch` (text), `ratios` (`loop_vs_padded`: samples/s relative to the loop by
-        hand, the median over the rounds), `spread` (by ratio `min` and `max` over the rounds, and
-        `pairs`, their number), `rows` (a dict per loop with its name as `arm`, and medians:
-        `samples_per_s`, `tokens_per_s` and its last `loss`) and `notes` (texts).
-
-    Raises:
-        UsageError: The model cannot be built.
-        ResourceError: There are fewer GPUs than `cluster.accelerator` `gpu` needs.
-        TrainingError: The worker process failed.
+        As `bench_step`; rows also have `tokens_per_s`.
     """
     config = with_written_weights(config.with_cluster(workers=1))
     return dict(measure_in_worker(partial(_measure, pairs=pairs, window_s=window_s), config))

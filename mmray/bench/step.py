@@ -255,33 +255,17 @@ class Bench:
         return loop.train_loop(spec, micro_batches(plan, shape, self.batches))
 
     def probe_memory(self, shape: BatchShape) -> tuple[BatchShape, dict[str, float]]:
-        """Take a synthetic step to search the largest micro-batch that fits, and to measure its
-        memory.
-
-        A run does the same before its first step.
-
-        Args:
-            shape: Global batch and micro-batch in rows; the micro-batch is searched only if
-                `shape.auto` is True.
-
-        Returns:
-            The BatchShape with the micro-batch of a run as `micro_batch_size`, and the memory of
-            this rank in GiB: `memory/parameters_gib`, `memory/gradients_gib`,
-            `memory/optimizer_gib` and `memory/activations_gib`.
+        """Search the largest micro-batch that fits if `shape.auto`, and measure its memory, as a
+        run does.
         """
         objective = objectives.build(self.config.objective)
         return dry_run(self.config, self.model, objective, self.group, shape, steps=1)
 
     def loop_window(self, steps: int, accumulated: bool = False) -> tuple[float, float]:
-        """Time some steps of mmray's loop on a copy of the model.
+        """Time steps of mmray's loop on a copy of the model; the first WARMUP_STEPS are not timed.
 
         Args:
-            steps: Number of steps; the first WARMUP_STEPS (3) are not timed.
-            accumulated: Whether a step has all rows of this rank, in several micro-batches;
-                otherwise it has one micro-batch.
-
-        Raises:
-            OutOfMemoryError: The micro-batch does not fit into memory.
+            accumulated: Whether a step has all rows of this rank, or else one micro-batch.
         """
         rows = self.rank_rows if accumulated else self.micro
         shape = BatchShape(rows, self.micro, world_size=1)

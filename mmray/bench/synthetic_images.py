@@ -65,14 +65,7 @@ def synthetic_photos(num: int) -> Iterator[tuple[bytes, str]]:
 
 
 def sample_rows(prepared: PreparedSet, num: int) -> Iterator[tuple[bytes, str]]:
-    """Yield rows that are evenly spaced over a prepared set.
-
-    Args:
-        num: Number of rows; fewer if the set has fewer.
-
-    Yields:
-        The encoded bytes of the image as stored in the set, and the first caption.
-    """
+    """Yield image bytes and first caption of `num` rows, evenly spaced over a set."""
     rows = np.unique(
         np.linspace(0, prepared.num_rows - 1, min(num, prepared.num_rows)).astype(np.int64)
     )

@@ -192,16 +192,7 @@ def num_workers_that_fit(demand: Demand, nodes: Sequence[Node]) -> int:
 
 
 def max_cluster(nodes: Sequence[Node], pools: Sequence[Pool], max_nodes: int) -> list[Node]:
-    """Return the nodes of the largest cluster that the autoscaler can start.
-
-    Args:
-        nodes: The alive nodes, with their total resources.
-        pools: Node types of the autoscaler.
-        max_nodes: Number of nodes of a pool that can be used.
-
-    Returns:
-        The alive nodes that are in no pool, and the nodes of the pools.
-    """
+    """Return the nodes of the largest cluster that the autoscaler can start, `max_nodes` of a pool."""
     labels = {node.label(NODE_GROUP): node.labels for node in nodes}  # by pool
     names = {pool.name for pool in pools}
     largest = [node for node in nodes if node.label(NODE_GROUP) not in names]

@@ -68,11 +68,7 @@ def needs_ray(cluster_config: Cluster) -> bool:
 
 
 def asks_for_cluster(cluster_config: Cluster) -> bool:
-    """Return whether the settings request several workers or a Ray cluster.
-
-    They do if `workers` allows more than one, if `address`, `resources_per_worker` or
-    `wait_for_nodes` is set, or if the environment variable RAY_ADDRESS is.
-    """
+    """Return whether settings or RAY_ADDRESS request several workers or a Ray cluster."""
     cluster_only = (_address(cluster_config), cluster_config.resources_per_worker)
     return cluster_config.max_workers > 1 or cluster_config.wait_for_nodes or any(cluster_only)
 
@@ -268,12 +264,8 @@ def python_path(working_dir: Path, before: str) -> str:
 
 
 def check_working_dir(working_dir: Path) -> None:
-    """Check that no file of the working directory replaces a package of the workers.
-
-    Ray adds the directory to their module search path, before installed packages.
-
-    Raises:
-        UsageError: A file or folder has the name of a package that workers import.
+    """Raise UsageError if a file of the working directory, which Ray puts first, replaces a
+    package.
     """
     if shadowed := sorted(_modules_in(working_dir) & set(_WORKER_PACKAGES)):
         raise UsageError(

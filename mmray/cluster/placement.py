@@ -314,12 +314,7 @@ def data_demand(cluster_config: Cluster) -> Demand:
 
 
 def check_data_capacity(cluster_config: Cluster) -> None:
-    """Check that a node for data with a CPU exists or can be added, because Ray would wait forever
-    for one.
-
-    Raises:
-        ResourceError: The cluster can never have such a node, and `wait_for_nodes` is not set.
-    """
+    """Raise ResourceError if no node for data can exist: Ray would wait forever for one."""
     demand = data_demand(cluster_config)
     missing = missing_capacity(demand, alive_nodes(), autoscaling_pools())
     if missing is not None and not cluster_config.wait_for_nodes:
@@ -392,11 +387,7 @@ def process_state(pid: int) -> str:
 
 
 def kill_processes(processes: Iterable[tuple[str, int, float]]) -> None:
-    """Send SIGKILL to processes of several nodes; unreachable nodes are skipped.
-
-    Args:
-        processes: Node ID, process ID and start time (seconds since the epoch) of each.
-    """
+    """Send SIGKILL to processes (node ID, process ID, start in seconds since the epoch) of nodes."""
     tasks = [run_on_node(node, kill_process, pid, started_s) for node, pid, started_s in processes]
     ray.wait(tasks, num_returns=len(tasks), timeout=KILL_TIMEOUT_S)
 

@@ -101,11 +101,8 @@ def check_capacity(config: Config, with_data: bool = True, excluded: Collection[
 
 
 def num_free_workers(config: Config) -> int:
-    """Return how many workers without decode actors fit into the free resources: at least the
-    smallest number of `cluster.workers`, also if fewer are free after a wait of 4 s.
-
-    Raises:
-        ResourceError: The cluster can never have the smallest number.
+    """Return how many workers without decode actors fit into the free resources, at least the
+    minimum.
     """
     check_capacity(config, with_data=False)
     demand = resource_demand(config, with_data=False)
@@ -129,12 +126,7 @@ def check_driver_memory(free_gib: float, is_single_node: bool) -> None:
 
 
 def check_storage(config: Config) -> None:
-    """Check that the run's folder will be kept, and that all training nodes share it.
-
-    Raises:
-        UsageError: The folder would be deleted with a job of Ray.
-        ResourceError: A training node cannot write to it, or does not see files of other nodes.
-    """
+    """Check that the run's folder will be kept, and that all training nodes share it."""
     check_kept("run.storage", config.run.storage)
     if len(placement.alive_nodes()) > 1 or "://" in config.run.storage:
         shared_storage.check_shared(config.run.storage, training_nodes(config))

@@ -106,11 +106,7 @@ _data_jobs: _DataJobs | None = None
 
 
 def set_data_jobs(cluster_config: Cluster, log: Log) -> None:
-    """Set for this process on which nodes `wait_for_data_cpu` waits for a free CPU, and how long.
-
-    Args:
-        log: Called with (line, label) (`waiting`), while a job waits.
-    """
+    """Set for this process where `wait_for_data_cpu` waits, and how long."""
     global _data_jobs
     _data_jobs = _DataJobs(cluster_config, log)
 

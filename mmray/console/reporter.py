@@ -240,8 +240,5 @@ def relative_paths(text: str) -> str:
 
 
 def shell_path(path: AnyPath | str) -> str:
-    """Return a path as an argument of a command that the user may copy.
-
-    A path below the working directory is relative, and one with spaces is quoted.
-    """
+    """Return a path to copy into a command: quoted, and relative below the working directory."""
     return shlex.quote(relative_paths(str(path)))

@@ -74,11 +74,7 @@ class BatchShape:
         return replace(self, micro_batch_size=min(size, self.rank_batch_size), auto=False)
 
     def halved(self) -> BatchShape | None:
-        """Return the shape with half the micro-batch size, rounded up; None if a micro-batch has
-        one row.
-
-        Because of the rounding, accumulation at most doubles.
-        """
+        """Return the shape with half the micro-batch size, rounded up; None if it has one row."""
         if self.micro_batch_size == 1:
             return None
         return self.with_micro_batch_size(ceil(self.micro_batch_size / 2))

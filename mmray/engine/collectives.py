@@ -108,14 +108,7 @@ class Group:
         return tensor
 
     def all_gather(self, rows: Tensor) -> Tensor:
-        """Gather rows of all ranks.
-
-        Args:
-            rows: [B, ...], with the same B on every rank.
-
-        Returns:
-            [world_size x B, ...] in rank order, without gradient; with a single rank `rows` itself.
-        """
+        """Return rows [B, ...], B equal on all ranks, of all ranks in rank order, without gradient."""
         if self.world_size == 1:
             return rows
         rows = rows.detach().contiguous()
@@ -124,12 +117,7 @@ class Group:
         return gathered
 
     def reduce_scatter(self, gradients: Tensor) -> Tensor:
-        """Sum gradients over ranks, and return those at this rank's rows; the backward of
-        `all_gather`.
-
-        Returns:
-            Summed gradients [B, ...] at this rank's B rows.
-        """
+        """Sum gradients over ranks, and return those at this rank's rows; backward of `all_gather`."""
         if self.world_size == 1:
             return gradients
         local = gradients.new_empty(gradients.shape[0] // self.world_size, *gradients.shape[1:])
@@ -137,15 +125,7 @@ class Group:
         return local
 
     def all_gather_variable(self, rows: Tensor) -> Tensor:
-        """Gather rows of all ranks, which may have different numbers of rows.
-
-        Args:
-            rows: [B, ...], where B may differ between ranks.
-
-        Returns:
-            [sum of B over ranks, ...]: rows of all ranks in rank order, without padding, on the
-            device of the group, without gradient.
-        """
+        """Return rows [B, ...] of all ranks in rank order, where B may differ, without gradient."""
         rows = rows.detach().to(self.device)
         if self.world_size == 1:
             return rows

@@ -74,12 +74,7 @@ class GradCache:
     by_source: Tensor = field(default_factory=lambda: torch.zeros(3, 0))
 
     def add_rows(self, losses: Tensor | None, counts: Tensor, rows: Batch) -> None:
-        """Add the losses [B] of rows and their counts [B] to `by_source`.
-
-        Args:
-            losses: None: they are not known.
-            rows: Their columns `valid` and `source`.
-        """
+        """Add the losses [B] (None: unknown) and counts [B] of rows to `by_source`."""
         valid = rows["valid"]
         if losses is None:
             losses = counts.new_full(counts.shape, torch.nan, dtype=torch.float64)
@@ -87,12 +82,11 @@ class GradCache:
         self.by_source[:2].index_add_(1, rows["source"], values)
 
     def add_means(self, sums: Mapping[str, Tensor], counts: Tensor) -> None:
-        """Add this rank's part of mean losses and metrics to `means` of this object.
+        """Add this rank's part of mean losses and metrics to `means`.
 
         Args:
-            sums: Sums over this rank's rows by name, scalars or, for K objectives, vectors [K].
-            counts: Divisors: counts over the rows of all ranks, float64 [K]. The K quotients are
-                added up.
+            sums: Sums over this rank's rows, scalars or [K] for K objectives; quotients are added.
+            counts: Counts over the rows of all ranks, float64 [K].
         """
         for name, value in sums.items():
             mean = (value.detach() / counts).sum()
@@ -296,29 +290,14 @@ def _global_loss(
 
 
 def pack(columns: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Concatenate columns of rows to one matrix.
-
-    Args:
-        columns: Tensors [B, ...] by name.
-
-    Returns:
-        [B, width]: the flattened columns of each row one after another, in the order of the dict.
-    """
+    """Concatenate columns [B, ...] of rows to one matrix [B, width], in the order of the dict."""
     return torch.cat([column.flatten(1).to(dtype) for column in columns.values()], dim=1)
 
 
 def unpack(packed: Tensor, shapes: Mapping[str, torch.Size]) -> Outputs:
-    """Split a matrix of rows into columns, the reverse of `pack`, as views.
+    """Return views [R, ...] by name of a packed matrix [R, width], the reverse of `pack`.
 
-    Args:
-        packed: [R, width], the columns of each row one after another. R may differ from the number
-            of rows that was packed, for example after an all-gather. Further elements of a row are
-            ignored.
-        shapes: Shape [B, ...] of each packed column by name, in order; only the dimensions after
-            the first are used.
-
-    Returns:
-        Views [R, ...] by name.
+    R may differ from the rows that were packed. Further elements of a row are ignored.
     """
     columns = {}
     first = 0

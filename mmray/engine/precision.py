@@ -56,11 +56,7 @@ def select_precision(setting: str, device: torch.device) -> Precision:
 
 
 def micro_seed(seed: int, step: int, rank: int, micro_index: int) -> int:
-    """Return a 63-bit seed for the forward of one micro-batch.
-
-    It is a hash of the arguments, so that a second forward of the same micro-batch draws the same
-    dropout masks.
-    """
+    """Return a 63-bit seed for a micro-batch; its second forward draws the same dropout masks."""
     # Hashed, because neighboring seeds give correlated streams.
     digest = blake2b(struct.pack("<4q", seed, step, rank, micro_index), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -80,10 +80,7 @@ class LocalBatch:
 
     @property
     def rows(self) -> int:
-        """Number of rows of this rank in a step, including padding and unreadable rows.
-
-        It is equal on every rank, as an all-gather requires.
-        """
+        """Rows of this rank in a step, including padding; equal on every rank for all-gathers."""
         return sum(self.sizes)
 
 

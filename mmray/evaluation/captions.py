@@ -20,8 +20,8 @@ def perplexity(losses: Tensor, has_start: bool) -> dict[str, float]:
     """Return `caption_perplexity`, or {} without captions.
 
     Args:
-        losses: Sum of the losses of each caption, and its number of tokens, float64 [C, 2].
-        has_start: Whether each caption starts with the same token, which is not counted.
+        losses: Sum of the losses and number of tokens of each caption, float64 [C, 2].
+        has_start: Whether captions start with a constant token, which is not counted.
     """
     total, num_tokens = losses.sum(dim=0).tolist()
     if not num_tokens:
@@ -34,12 +34,8 @@ def perplexity(losses: Tensor, has_start: bool) -> dict[str, float]:
 def caption_examples(
     model: Model, data: EvalDataset, ranked: RankedDirection, device: torch.device
 ) -> dict[str, str]:
-    """Return generated captions of the images of the examples, by their row; every rank of a
-    sharded model calls it.
-
-    Args:
-        model: The model in evaluation mode, with the method `caption`.
-        ranked: The direction from images to texts.
+    """Return generated captions of the example images by row; every rank of a sharded model calls
+    it.
     """
     rows = ranked.queries.locations[select_queries(ranked.ranks, NUM_SHOWN), 0].numpy()
     pixels = [data.reader.encode_row(row)["image"] for row in data.prepared.read(rows)]

@@ -51,16 +51,12 @@ def count_hits(before: Tensor) -> Tensor:
 
 
 def classes_before(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
-    """Return for each row with a valid label how many classes rank before the correct one.
+    """Return how many classes rank before the correct one, int64 [M] for the M rows with a label.
 
     Args:
         scores: Score of each class, float [N, C].
         label: Class of each row, int64 [N]; rows with a number outside 0..C-1 are omitted.
-        tie: A class ranks before the correct one unless its score is lower by more than this. NaN
-            of a class ranks before it too; with NaN of the correct class all classes do.
-
-    Returns:
-        int64 [M] for the M rows with a valid label; 0: the correct class has the highest score.
+        tie: Classes whose score is not lower by more than this rank before, and so does NaN.
     """
     num_classes = scores.shape[1]
     labeled = (label >= 0) & (label < num_classes)
@@ -71,16 +67,11 @@ def classes_before(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
 
 
 def zero_shot_metrics(before: Tensor, label: Tensor, num_classes: int) -> dict[str, float]:
-    """Return the metrics of zero-shot classification.
+    """Return top-1 and top-5 accuracy, mean recall of the classes that occur, and number of rows.
 
     Args:
         before: Number of classes that rank before the correct one, int64 [N]; 0 is a hit.
         label: The correct classes, int64 [N], 0..num_classes-1.
-        num_classes: Number of classes; with at most 5 there is no top 5.
-
-    Returns:
-        `zero_shot/top_1`, `zero_shot/top_5` and `zero_shot/mean_per_class_recall` (0 to 1; the mean
-        over the classes that occur; missing without rows) and `zero_shot/rows`.
     """
     metrics = topk_accuracy(count_hits(before), "zero_shot", num_classes)
     if len(label):
@@ -92,15 +83,10 @@ def zero_shot_metrics(before: Tensor, label: Tensor, num_classes: int) -> dict[s
 
 
 def topk_accuracy(hits: Tensor, name: str, num_classes: int) -> dict[str, float]:
-    """Return the top-1 and top-5 accuracy from numbers of correct predictions.
+    """Return `NAME/top_1`, `NAME/top_5` (0 to 1; not with at most 5 classes) and `NAME/rows`.
 
     Args:
         hits: Number of rows in the top 1, in the top 5, and with a valid label, int64 [3].
-        num_classes: Number of classes; with at most 5 there is no top 5.
-
-    Returns:
-        `NAME/top_1` and `NAME/top_5` (0 to 1; missing if nothing was counted), and `NAME/rows` (the
-        count).
     """
     *hits_at_k, total = hits.tolist()
     pairs = zip(TOP_K, hits_at_k, strict=True)

@@ -135,7 +135,7 @@ def embed_dataset(
 
 
 def _synthetic_batch(data: EvalDataset, device: torch.device) -> Batch:
-    """Return a batch for a rank without rows, which needs the widths and the scalar outputs too.
+    """Return a batch for a rank without rows.
 
     It has two rows, because torch.compile makes separate graphs for one.
     """

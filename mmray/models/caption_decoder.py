@@ -141,13 +141,9 @@ class CaptionDecoder(nn.Module):
         return -torch.where(attention_mask.bool(), log_probs, 0).sum(dim=1)
 
     def generate(self, features: Tensor, end_id: int) -> Tensor:
-        """Return captions int64 [B, maximum number of tokens] by the most likely token at each
-        position; tokens after `end_id` are arbitrary.
+        """Return captions int64 [B, T] of features [B, N, image_width] by the most likely tokens.
 
-        Ranks of a sharded decoder call the layers equally often, whatever their captions are.
-
-        Args:
-            features: Features of N positions of the images [B, N, image_width].
+        Tokens after `end_id` are arbitrary. Ranks of a sharded decoder call layers equally often.
         """
         shape = len(features), len(self.positions)
         ids = torch.full(shape, end_id, device=features.device)

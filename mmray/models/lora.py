@@ -61,14 +61,7 @@ class FrozenBase(NamedTuple):
         return {"weights": self.weights, "sha256": self.sha256}
 
     def check(self, saved: Mapping[str, str]) -> None:
-        """Check that the frozen weights are those of a checkpoint.
-
-        Args:
-            saved: `base` in its meta.json: `weights` (address) and `sha256` (hex digest).
-
-        Raises:
-            UsageError: They have another digest.
-        """
+        """Raise UsageError if the digest differs from that in `base` of a checkpoint's meta.json."""
         if self.sha256 != saved["sha256"]:
             raise UsageError(
                 f"model.weights: the weights in {self.weights} are not those that the run started "
@@ -109,16 +102,7 @@ def leaves_out_base(spec: ModelConfig) -> bool:
 
 
 def frozen_base(model: nn.Module, weights: str) -> FrozenBase:
-    """Return the identity of the frozen weights of a model, 1 to 2 s for 1 GB on a core.
-
-    Args:
-        model: A model with adapters on the CPU, as it was built from pretrained weights.
-        weights: The setting `model.weights`.
-
-    Returns:
-        A FrozenBase: `weights`, `sha256` (digest of the frozen weights) and `names` (in the state
-        dict).
-    """
+    """Return the identity of the frozen weights of a built model on the CPU; 1 to 2 s a GB."""
     frozen = {
         name: weight
         for name, weight in model.named_parameters(remove_duplicate=False)
@@ -353,14 +337,7 @@ def _peft_name(name: str) -> str:
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:
-    """Add the LoRA adapters to the weights of their layers, and remove them.
-
-    Args:
-        model: Changed in place.
-
-    Returns:
-        The same model.
-    """
+    """Add the LoRA adapters to the weights of their layers, and remove them, in place."""
     for name, layer in list(adapted_layers(model)):
         layer.merge(safe_merge=True)
         model.set_submodule(name, layer.get_base_layer())

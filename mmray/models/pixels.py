@@ -186,10 +186,8 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def residual_stream(hidden: Tensor) -> Tensor:
-    """Cast hidden states to bf16 if autocast computes in bf16, to halve the memory traffic of each
-    layer.
+    """Cast hidden states to bf16 under autocast to bf16, to halve the memory traffic of each layer.
 
-    Statistics of LayerNorm and sums of products stay in float32. fp16 lacks the range for a sum
-    over all layers, so under autocast to fp16 hidden states keep their dtype.
+    fp16 lacks the range for a sum over all layers.
     """
     return hidden.bfloat16() if autocast_dtype(hidden) == torch.bfloat16 else hidden

@@ -128,12 +128,7 @@ class Towers(MultiEncoder):
         return outputs | self.scalar_outputs()
 
     def embed(self, modality: str, *columns: Tensor) -> Tensor:
-        """Return the L2-normalized embeddings [B, D] of a modality; arbitrary for a row without.
-
-        Args:
-            modality: One of `modalities`.
-            columns: Those that COLUMNS has for it.
-        """
+        """Return the L2-normalized embeddings [B, D] of a modality; arbitrary for a row without."""
         return Encoded.embedding(self.get_submodule(modality)(*columns))
 
     def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:

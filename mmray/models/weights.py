@@ -155,15 +155,10 @@ def read_state_dict(setting: str, file: str, device: str = "cpu") -> dict[str, T
 
 
 def load_state(net: nn.Module, state: dict[str, Tensor], problem: str) -> None:
-    """Load a state_dict into a module; names and shapes must be equal.
-
-    Args:
-        net: The module, whose parameters may be on the meta device.
-        state: Weights by name.
-        problem: Start of the message of an error, such as `model.weights: FILE does not fit a vit`.
+    """Load a state_dict with equal names and shapes into a module, maybe on the meta device.
 
     Raises:
-        UsageError: Names or shapes differ.
+        UsageError: Names or shapes differ; the message starts with `problem`.
     """
     dtypes = {name: tensor.dtype for name, tensor in net.state_dict().items()}
     copies = {

@@ -93,9 +93,8 @@ class SetRecord:
 
     @property
     def table(self) -> list[dict[str, str]]:
-        """The sampled rows for a terminal or a pandas.DataFrame: `key`, `media` (kinds and sizes,
-        such as `image 640 × 480`), `tokens` (numbers of tokens of the texts) and `text`, the first
-        MAX_CELL (80) characters of the texts. All are texts, "" if unknown.
+        """The sampled rows for a terminal or a DataFrame: key, media, tokens and start of the
+        texts.
         """
         return [{name: row.get(name, "") for name in TABLE_COLUMNS} for row in self.rows]
 

@@ -98,20 +98,13 @@ class SweepRecord:
 
     @property
     def status(self) -> str:
-        """The status in sweep.json: `finished`, `stopped` (by the user), `budget` (it is spent) or
-        `failed`.
-
-        It is `unfinished` if the sweep is running or was killed.
-        """
+        """`finished`, `stopped` (by the user), `budget` (spent), `failed` or `unfinished`."""
         status = self.summary.get("status", "unfinished")
         return "unfinished" if status == "running" else str(status)
 
     @property
     def goal_name(self) -> str:
-        """What the sweep optimizes: `throughput`, `loss` or `recall`.
-
-        It is `throughput` if sweep.json has no valid goal.
-        """
+        """`throughput` (also if sweep.json has no valid goal), `loss` or `recall`."""
         name = str(self.summary.get("goal"))
         return name if name in GOALS else "throughput"
 
@@ -144,10 +137,7 @@ class SweepRecord:
         return next((row for row in self.trials if row.trial == name), None)
 
     def value(self, row: TrialRow) -> float | None:
-        """Return the value by which a trial is compared; None if it was not measured.
-
-        It is samples/s for the goal `throughput`, otherwise the newest held-out metric.
-        """
+        """Return samples/s, or the newest held-out metric of a trial; None if not measured."""
         return row.value(self.goal_name)
 
     @property

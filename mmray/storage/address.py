@@ -8,10 +8,7 @@ _CREDENTIALS = re.compile(r"://[^/?]*@|[?&](access_key|secret_key|session_token)
 
 
 def has_credentials(address: str) -> bool:
-    """Return whether an address contains a login or a key.
-
-    Examples are `https://user:password@host/x` and `s3://bucket/x?secret_key=...`.
-    """
+    """Return whether an address has a login or a key, as `s3://bucket/x?secret_key=...`."""
     return _CREDENTIALS.search(address) is not None
 
 
@@ -27,10 +24,7 @@ def is_url(name: str) -> bool:
 
 
 def redact_url(url: str) -> str:
-    """Return a URL for logs: without login, query and fragment, and with at most 200 characters.
-
-    A signed URL has a secret in its query.
-    """
+    """Return at most 200 characters of a URL without login, query (maybe signed) and fragment."""
     redacted = re.split(r"[?#]", re.sub(r"//[^/]*@", "//", url), maxsplit=1)[0][:200]
     # A name in a row may be invalid UTF-8.
     return redacted.encode(errors="backslashreplace").decode()

@@ -235,11 +235,7 @@ class Lease:
         return False
 
     def _renew(self) -> None:
-        """Write heartbeats until the lease is released.
-
-        A write that fails is retried at the next heartbeat: the storage may come back. `check`
-        reports a lost lease.
-        """
+        """Write heartbeats until the release; failed writes are retried with the next one."""
         while not self._released.wait(self._heartbeat_s):
             with suppress(OSError):
                 self._write_heartbeat(self.fencing_token)

@@ -76,11 +76,7 @@ def is_refused(error: BaseException) -> bool:
 
 
 def parallel_map(call: Callable[[T], Any], items: Iterable[T]) -> None:
-    """Call a function with each item in MAX_PARALLEL (8) threads, and wait for all calls.
-
-    Raises:
-        Exception: The error of the first item whose call failed.
-    """
+    """Call a function with each item in MAX_PARALLEL threads, and raise the first item's error."""
     deque(iter_parallel(call, items), maxlen=0)
 
 

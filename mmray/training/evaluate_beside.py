@@ -69,14 +69,7 @@ class BesideEvaluator:
             self._advance(0.0)
 
     def finish(self, outcome: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate the checkpoints that are left.
-
-        Args:
-            outcome: The fields of result.json.
-
-        Returns:
-            These fields with the metrics of the last evaluated checkpoint.
-        """
+        """Evaluate the checkpoints that are left, and return result.json with the last metrics."""
         while self._advance(WAIT_S) and not self._should_stop():
             pass
         scores = self._scores.get(max(self._scores, default=0), {})

@@ -150,7 +150,7 @@ class RunSelection:
 def select_run(
     config: Config, data: dict[str, Any], steps: int, keep_shuffle: bool = False
 ) -> RunSelection:
-    """Choose the folder of a run: a new one, or an existing run that this command resumes.
+    """Choose the folder of a new run, or of the one that this command resumes.
 
     Args:
         data: Content of data.json, the `data_identity` of a ResolvedRun.
@@ -229,24 +229,13 @@ def describe_unstored_processor(path: AnyPath, model: Model) -> str | None:
 
 
 def check_processor(path: AnyPath, model: Model) -> None:
-    """Check that the tokenizer, chat template and processors of a vision-language model are those
-    that a run started with.
-
-    Raises:
-        UsageError: A file of `model.weights` has changed.
-    """
+    """Raise UsageError if tokenizer, chat template or processors of a run have changed."""
     if changes := _changed_processor_files(path, model):
         raise UsageError("\n".join([f"{path} was trained with other files:", *changes]))
 
 
 def stored_shuffle(path: AnyPath) -> str:
-    """Return how an existing run shuffles its rows, the setting `data.shuffle_blocks`.
-
-    Returns:
-        For a shuffle of blocks of adjacent rows a text such as `8x1400x16`: parts of the global
-        batch (lanes), rows of a block, and blocks whose rows are mixed (window). `1x1` for a full
-        shuffle of single rows.
-    """
+    """Return `data.shuffle_blocks` of an existing run, such as `8x1400x16`; `1x1`: a full shuffle."""
     return str(flatten(yaml.safe_load((path / "config.yaml").read_text()))["data.shuffle_blocks"])
 
 

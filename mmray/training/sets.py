@@ -266,13 +266,7 @@ def eval_prepare_settings(config: Config, source: str) -> Prepare:
 def training_rows(
     prepared: PreparedSet, config: Config, folder: AnyPath, reporter: RunReporter
 ) -> PreparedSet:
-    """Return the rows of a set that the run trains on, those that `data.where` selects, with the
-    captions of `data.captions`; rows without any are left out.
-
-    Raises:
-        UsageError: The expression does not fit the columns of the set, or selects no row.
-        DataError: A shard has no values of a column.
-    """
+    """Return the rows that `data.where` selects, with the captions of `data.captions`."""
     rows = _select(prepared, "data.where", config.data.where, folder, reporter)
     weights = parse_captions(config.data.captions or "")
     return _with_captions(rows, "data.captions", weights, folder, reporter)
@@ -281,13 +275,7 @@ def training_rows(
 def held_out_rows(
     prepared: PreparedSet, config: Config, folder: AnyPath, reporter: RunReporter
 ) -> PreparedSet:
-    """Return the rows of a set that a run evaluates, those that `data.eval_where` selects, with the
-    captions of `data.eval_captions`; None: of the first column that the set stores.
-
-    Raises:
-        UsageError: The expression does not fit the columns of the set, or selects no row.
-        DataError: A shard has no values of a column.
-    """
+    """Return the rows that `data.eval_where` selects, with the captions of `data.eval_captions`."""
     rows = _select(prepared, "data.eval_where", config.data.eval_where, folder, reporter)
     weights = parse_captions(config.data.eval_captions or "")
     weights = weights or dict.fromkeys(prepared.manifest.text_columns[:1], 1.0)

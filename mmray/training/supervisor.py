@@ -76,10 +76,9 @@ class Failure:
 
 
 def count_failures(failures: int, failure: Failure, progressed: bool) -> int:
-    """Return the number of consecutive failures without a new checkpoint, including a new one if it
-    counts.
+    """Return the number of consecutive failures without a new checkpoint.
 
-    Preemptions do not count, nor do restarts with smaller micro-batches, which end at one row.
+    A preemption does not count, nor a restart with smaller micro-batches, which ends at one row.
     """
     return (0 if progressed else failures) + (
         failure.kind != "preempted" and retry_shape(failure.error) is None

@@ -67,12 +67,8 @@ def validate_settings(config: Config) -> None:
 
 
 def check_selections(config: Config) -> None:
-    """Check the expressions and the captions of a run against the columns of its sets, before Ray
-    starts; those of a raw source are `prepare.keep` and `prepare.columns`.
-
-    Raises:
-        UsageError: An expression is invalid, or a set has no column of a name.
-        DataError: The manifest of a set is damaged.
+    """Check expressions and captions of a run against the columns of its sets, before Ray starts;
+    of a raw source these are `prepare.keep` and `prepare.columns`. Raises UsageError.
     """
     _check_selection("", Mixture.parse(config.data.train).addresses, config)
     check_eval_selections(config)

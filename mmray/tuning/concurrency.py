@@ -71,10 +71,6 @@ def _max_drivers(nodes: Sequence[Node]) -> int:
 def fit_trials(
     free: Sequence[Node], demand: Demand, max_trials: int, pools: Sequence[Pool] = ()
 ) -> int:
-    """Return how many trials fit at a time, at least 1: that one waits for other jobs.
-
-    Args:
-        pools: Node types that an autoscaler can add.
-    """
+    """Return how many trials fit at a time, with nodes that an autoscaler can add; at least 1."""
     cluster = max_cluster(free, pools, demand.workers * max_trials)
     return max(1, max_concurrent(demand, cluster, max_trials))

@@ -36,15 +36,7 @@ class TrialOutcome(NamedTuple):
 
 
 def classify_error(error: BaseException) -> TrialOutcome:
-    """Return the status of a trial whose run raised an error, and the message.
-
-    Args:
-        error: The error; the error of a run quotes the one of its worker.
-
-    Returns:
-        A TrialOutcome with `status` and `error`: `stopped` without a message for KeyboardInterrupt;
-        with the message `out_of_memory`, `infeasible` for UsageError, otherwise `failed`.
-    """
+    """Return status and message of a trial whose run raised an error, which quotes its worker's."""
     if isinstance(error, KeyboardInterrupt):
         return TrialOutcome("stopped")
     message = summarize_error(error)
@@ -55,11 +47,7 @@ def classify_error(error: BaseException) -> TrialOutcome:
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return an error message in one line of at most MAX_ERROR_CHARS (240) characters.
-
-    It is the first line of the message. Of a message that is a traceback it is the line with the
-    exception, such as `ValueError: ...`.
-    """
+    """Return the first line of an error message, or the exception of a traceback, shortened."""
     text = first_line(error)
     if text.startswith("Traceback"):
         text = next((line for line in str(error).splitlines() if _RAISED.match(line)), text)
@@ -67,15 +55,10 @@ def summarize_error(error: BaseException) -> str:
 
 
 def newest_value(lines: Sequence[dict[str, Any]], goal: str) -> float | str:
-    """Return the newest value by which a trial is compared, or the reason why there is none.
+    """Return the newest value of the goal, or the reason why there is none.
 
     Args:
-        lines: The lines of metrics.jsonl of its run by step: dicts with `step` and values by name,
-            such as `evaluate/loss`.
-        goal: `throughput` (samples/s), `loss` (held-out) or `recall` (mean recall@1).
-
-    Returns:
-        The value of the goal; a text with the reason if it was not measured or is not finite.
+        lines: The lines of metrics.jsonl of the trial's run by step.
     """
     name = GOALS[goal].eval_metric
     if name is None:
@@ -89,15 +72,7 @@ def newest_value(lines: Sequence[dict[str, Any]], goal: str) -> float | str:
 
 
 def samples_per_s(lines: Sequence[dict[str, Any]]) -> float | None:
-    """Return the training speed of a run: rows of a step over the median seconds of a step.
-
-    Args:
-        lines: The lines of metrics.jsonl by step, of which the last one is read: `step`,
-            `rows_stop` (rows trained so far) and `time/step_p50_s`.
-
-    Returns:
-        Rows per second without evaluations; None if no step was timed.
-    """
+    """Return the rows per second of a run by the last line of its metrics; None if not timed."""
     step_s = lines[-1].get("time/step_p50_s") if lines else None
     return lines[-1]["rows_stop"] / lines[-1]["step"] / step_s if step_s else None
 

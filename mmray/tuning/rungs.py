@@ -16,11 +16,9 @@ MAX_RUNGS = 3
 
 
 def rungs_up_to(samples: int, min_samples: int) -> tuple[int, ...]:
-    """Return the rungs of a sweep.
+    """Return at most MAX_RUNGS rungs of at least `min_samples`, each REDUCTION times the one before.
 
-    Returns:
-        At most MAX_RUNGS (3) ascending numbers, each REDUCTION (4) times the one before, such as
-        (1000, 4000, 16000); only `samples` if a quarter of it is below `min_samples`.
+    The last is `samples`, which may be smaller.
     """
     rungs = [samples]
     while len(rungs) < MAX_RUNGS and rungs[0] // REDUCTION >= min_samples:
@@ -36,15 +34,7 @@ def num_promoted(count: int) -> int:
 
 
 def select_promoted(rows: Sequence[TrialRow], rung: int, maximize: bool) -> list[str]:
-    """Select the trials that continue after a rung: the best quarter, and at least two, of those
-    that reached it.
-
-    Args:
-        rung: Index of the rung, from 0.
-
-    Returns:
-        Names of the trials such as `t001`, the best one first.
-    """
+    """Return the names of the best quarter, and at least two, of the trials that reached a rung."""
     reached = [row for row in rows if len(row.rungs) > rung]
     reached.sort(key=lambda row: row.rungs[rung].value, reverse=maximize)
     return [row.trial for row in reached[: num_promoted(len(reached))]]

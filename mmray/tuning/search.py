@@ -164,12 +164,7 @@ def _open_data(config: Config, goal: str, reporter: SweepReporter) -> TrialData:
 
 
 def run_without_ray_train(configs: Sequence[Config]) -> bool:
-    """Return whether `mmray train` would run all these configs in a process of this machine.
-
-    False if a config asks for several workers or a cluster, if the cluster has or can get several
-    machines, or if this machine has a GPU, because Ray hides GPUs from the process that would
-    train.
-    """
+    """Return whether `mmray train` would run all these configs in a process of this machine."""
     on_cluster = any(
         asks_for_cluster(config.cluster) or not is_single_node(config.cluster) for config in configs
     )

@@ -69,12 +69,7 @@ class Measurements:
 
 
 def micro_sizes(rows: int) -> list[int]:
-    """Return the micro-batch sizes to try for a rank.
-
-    Returns:
-        Ascending sizes from 1 to `rows`, each about twice the one before. Each divides `rows` into
-        micro-batches of nearly equal size. 96 gives 1, 2, 4, 8, 16, 32, 48, 96.
-    """
+    """Return sizes from 1 to `rows`, each about twice the one before: 1, 2, 4, ..., 48, 96 of 96."""
     counts = {ceil(rows / 2**power) for power in range(rows.bit_length() + 1)}
     return sorted({ceil(rows / count) for count in counts})
 

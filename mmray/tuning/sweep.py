@@ -52,11 +52,7 @@ class SweepDir(RunDir):
     """
 
     def run(self, trial: str) -> RunDir:
-        """Return the folder of a trial's run, with methods to read and write its files.
-
-        Args:
-            trial: Name of the trial, such as `t001`.
-        """
+        """Return the folder of the run of a trial."""
         return RunDir(self.path / "trials" / trial)
 
     def write_rows(self, rows: Sequence[TrialRow]) -> None:
@@ -188,11 +184,7 @@ class SweepState:
         return name
 
     def has_reached(self, name: str, rung: int) -> bool:
-        """Return whether a trial has reached a rung, or has ended and cannot reach it.
-
-        Args:
-            rung: Index of the rung, from 0.
-        """
+        """Return whether a trial has reached a rung (an index), or has ended and cannot reach it."""
         row = self.rows[name]
         return len(row.rungs) > rung or row.status in ENDED
 
@@ -228,11 +220,7 @@ class SweepState:
             self.end(name, TrialOutcome("stopped"))
 
     def prune_paused(self, keep: Sequence[str] = ()) -> None:
-        """Set the status of trials that wait for a decision (`paused`) to `pruned`.
-
-        Args:
-            keep: Names of trials that continue to train and keep their status.
-        """
+        """Set the status of paused trials to `pruned`, except of those to keep."""
         for name, row in self.rows.items():
             if row.status == "paused" and name not in keep:
                 self.rows[name] = replace(row, status="pruned")
@@ -252,11 +240,7 @@ class SweepState:
         self.folder.write_rows(list(self.rows.values()))
 
     def write_summary(self, status: str, best: Recommendation | None = None) -> None:
-        """Write sweep.json with the time used so far.
-
-        Args:
-            best: The recommended trial; None if there is none.
-        """
+        """Write sweep.json with the time used so far and the recommended trial."""
         self._summary["status"] = status
         self._summary["recommendation"] = None if best is None else best._asdict()
         self._summary["elapsed_s"] = self.elapsed_s
@@ -294,12 +278,7 @@ class SweepState:
         self.folder.write(STOP_FILE, reason)
 
     def on_signal(self, _: int, __: FrameType | None) -> None:
-        """Handle Ctrl-C or SIGTERM: request that running trials stop at a checkpoint; results are
-        kept.
-
-        Raises:
-            ForceExit: It is the second signal.
-        """
+        """Request that running trials stop at a checkpoint; raise ForceExit at the second signal."""
         if self.stop_reason == "stopped":
             raise ForceExit
         self._request_stop(

@@ -184,13 +184,7 @@ def corner_trials(base: Config, space: Space, goal: str) -> list[Trial]:
 
 
 def typed_space(base: Config, space: Space) -> Space:
-    """Return the search space with its listed values converted to the types of the settings.
-
-    For example the text `8` becomes 8 for `batch.micro`.
-
-    Raises:
-        UsageError: A setting does not exist or has an invalid value.
-    """
+    """Return the space with listed values of the types of the settings. Raises UsageError."""
     axes = dict(space.axes)
     for key, axis in space.axes.items():
         if not isinstance(axis, Range):
@@ -200,12 +194,7 @@ def typed_space(base: Config, space: Space) -> Space:
 
 
 def describe_space(space: Space) -> dict[str, list[Any]]:
-    """Return the search space as JSON data for sweep.json.
-
-    Returns:
-        By setting the listed values, or the range as text in a list, such as {"optimizer.lr":
-        ["loguniform(1e-05, 0.001)"]}.
-    """
+    """Return values or ranges (texts) by setting, as JSON data for sweep.json."""
     return {
         key: [str(axis)] if isinstance(axis, Range) else list(axis)
         for key, axis in space.axes.items()
@@ -213,10 +202,7 @@ def describe_space(space: Space) -> dict[str, list[Any]]:
 
 
 def largest_cluster(trials: Sequence[Trial]) -> Cluster:
-    """Return the `cluster` settings of the trial that needs most CPUs.
-
-    A local Ray cluster is started with these.
-    """
+    """Return the `cluster` settings of the trial with most CPUs, to start a local Ray with."""
     configs = [trial.config.cluster for trial in trials if trial.shape is not None]
     return max(configs, key=lambda config: config.max_workers * config.num_cpus)
 
@@ -263,11 +249,7 @@ class SweepPlan:
         return self.request.base.optimizer.warmup_steps * self.recipe_rows
 
     def is_recipe(self, settings: dict[str, Any]) -> bool:
-        """Return whether a trial's settings have the values of the recipe.
-
-        Args:
-            settings: Value by searched setting, such as {"optimizer.lr": 0.001}.
-        """
+        """Return whether the searched settings of a trial have the values of the recipe."""
         return all(
             round_sampled(setting_value(self.request.base, key)) == round_sampled(value)
             for key, value in settings.items()
@@ -364,12 +346,7 @@ class SweepPlan:
 
 
 def own_global_batch_size(recipe: Config) -> int:
-    """Return the rows of the global batch of a recipe.
-
-    Args:
-        recipe: Settings of a run. Where `batch.global` is not given it is computed for the largest
-            number of workers that `cluster.workers` allows, such as 4 of `1-4`.
-    """
+    """Return the global batch of a recipe, with the largest number of its workers."""
     return resolve_batch_shape(recipe.batch, recipe.cluster.max_workers).global_batch_size
 
 

@@ -155,11 +155,7 @@ def verify_image(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
 
 
 def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Return the (width, height) of the upright image according to its header.
-
-    Raises:
-        BadImage: The header cannot be read, or the image has too many pixels.
-    """
+    """Return the (width, height) of the upright image by its header. Raises BadImage."""
     image = _open(data, max_pixels)
     # Pillow has already applied the orientation to the size of a TIFF.
     is_turned = _orientation(image) >= 5 and image.format != "TIFF"

@@ -114,15 +114,7 @@ class Scene(NamedTuple):
 
 
 def generate(out: Path) -> Path:
-    """Return the JSONL file of the sample set, which is generated if it does not exist (3 s on one
-    core).
-
-    Args:
-        out: Folder in which the set gets a folder named by its version, `v1-seed0`.
-
-    Raises:
-        UsageError: `out` is not writable.
-    """
+    """Return the JSONL file of the sample set, generated in a folder of `out` if it does not exist."""
     return write_once(out / VERSION / "sample.jsonl", _draw_all)
 
 
@@ -275,9 +267,5 @@ def draw_shape(
 
 
 def tinted(color: tuple[int, int, int], rng: random.Random) -> tuple[int, ...]:
-    """Return a color with each channel changed at random by at most 10 of 255.
-
-    Args:
-        color: (red, green, blue), 0 to 255.
-    """
+    """Return an RGB color with each channel changed at random by at most 10 of 255."""
     return tuple(min(255, max(0, value + rng.randint(-10, 10))) for value in color)

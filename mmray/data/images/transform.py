@@ -133,17 +133,7 @@ def _apply_function(name: str, planes: np.ndarray, uniforms: np.ndarray) -> np.n
 def resize_to_square(
     rgb: np.ndarray, side: int, fit: Fit, interpolation: Interpolation
 ) -> np.ndarray:
-    """Resize an image to a square.
-
-    Args:
-        rgb: Pixels uint8 [H, W, 3].
-        side: Height and width of the result in pixels.
-        fit: `crop` (the central square), `squash` (ignore the aspect ratio) or `pad` (with white).
-        interpolation: `bilinear` or `bicubic`.
-
-    Returns:
-        Contiguous pixels uint8 [3, side, side].
-    """
+    """Resize uint8 [H, W, 3] to contiguous uint8 [3, side, side]; `pad` pads with white."""
     height, width = rgb.shape[:2]
     if fit == "pad":
         left, top, w, h = letterbox_xywh(width, height, side)

@@ -20,16 +20,7 @@ _PART_SAMPLES = 1 << 20
 def encode_audio(
     samples: np.ndarray, rate: int, codec: str, bits_per_s: int | None = None
 ) -> bytes:
-    """Encode mono audio as a file.
-
-    Args:
-        samples: int16 [N], at least one.
-        codec: `flac` (lossless) or `mp3`.
-        bits_per_s: Bit rate of MP3 in bits per second; None: FFmpeg's default.
-
-    Returns:
-        The bytes of the file.
-    """
+    """Encode mono audio int16 [N] as `flac` or `mp3`; bits_per_s is for MP3."""
     import av
 
     file = io.BytesIO()
@@ -61,10 +52,5 @@ def write_samples(
 
 
 def reencode_audio(data: bytes, end_s: float, rate: int) -> bytes:
-    """Encode audio as FLAC with one channel, from timestamp 0 of its file on, so times in it stay
-    the same.
-
-    Raises:
-        BadMedia: It cannot be decoded.
-    """
+    """Encode audio as FLAC with one channel, from timestamp 0 on, so that times stay the same."""
     return encode_audio(read_audio(data, 0.0, max(end_s, 1 / rate), rate), rate, "flac")

@@ -61,12 +61,7 @@ class Scene(NamedTuple):
 
 
 def generate_clips(out: Path) -> Path:
-    """Return the JSONL file of the sample clips, which are generated in a folder of `out` if they
-    do not exist.
-
-    Raises:
-        UsageError: `out` is not writable, or the extra `media` is not installed.
-    """
+    """Return the JSONL file of the sample clips, generated in a folder of `out` if missing."""
     require_decoder("sample-av")
     return write_once(out / VERSION / "sample-av.jsonl", _write_clips)
 

@@ -198,14 +198,12 @@ class PreparedSet:
         )
 
     def read(self, rows: np.ndarray, whole_blocks: bool = True) -> list[Row]:
-        """Read rows by their numbers.
+        """Read rows by their numbers, int64 [N], in any order and with duplicates.
 
         Args:
-            rows: Row numbers int64 [N], in any order; duplicates are allowed.
             whole_blocks: If the set has a cache, fetch the complete blocks of these rows into it.
 
         Raises:
-            IndexError: A number is outside the set.
             OSError: A file is missing or cannot be read.
             ValueError: A shard, or an image of an index-only set, is damaged.
         """

@@ -92,12 +92,7 @@ class MappedFile:
 
     @classmethod
     def write(cls, folder: AnyPath, name: str, data: Any) -> MappedFile:
-        """Write a file.
-
-        Args:
-            folder: Folder that all nodes can read.
-            name: Such as `shards-{}.arrow`, with {} for the digest of the content.
-        """
+        """Write a file whose name, such as `shards-{}.arrow`, has the digest of its content."""
         sha256 = hashlib.sha256(data).hexdigest()
         file = cls(folder, name.format(sha256[:16]), sha256, memoryview(data).nbytes)
         write_atomic(folder / file.name, data)
@@ -264,10 +259,7 @@ class ShardTable:
         return np.flatnonzero([each == split for each in self._columns["split"].to_pylist()])
 
     def file_name(self, number: int) -> str:
-        """Return the path of a shard, such as `shards/00000-train-1f2e3d4c.arrow`.
-
-        The path is relative to the folder of the set.
-        """
+        """Return the path of a shard in the set, such as `shards/00000-train-1f2e3d4c.arrow`."""
         return str(self._columns["file"][number].as_py())
 
     def key(self, number: int) -> str:

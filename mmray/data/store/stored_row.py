@@ -79,10 +79,9 @@ class Media:
 
     @cached_property
     def checksum_ok(self) -> bool:
-        """Whether the bytes have the digest of the image that `prepare` validated.
+        """Whether the bytes have the digest that `prepare` validated: a damaged JPEG often decodes.
 
-        A damaged JPEG often decodes, so decoding alone does not show it. It is computed once,
-        because the cache of a node and the reader of a row both read it.
+        Cached, because the cache of a node and the reader of a row both read it.
         """
         return self.sha256 == hashlib.sha256(self.data).hexdigest()
 

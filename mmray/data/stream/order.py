@@ -24,14 +24,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def splitmix64(value: np.ndarray) -> np.ndarray:
-    """Hash each number (finalizer of splitmix64; Steele, Lea, Flood 2014).
-
-    Args:
-        value: uint64 of any shape.
-
-    Returns:
-        uint64 of the same shape.
-    """
+    """Hash uint64 numbers (finalizer of splitmix64; Steele, Lea, Flood 2014)."""
     z = value + _GOLDEN
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -39,11 +32,7 @@ def splitmix64(value: np.ndarray) -> np.ndarray:
 
 
 def permute(index: np.ndarray, size: int | np.ndarray, shuffle_key: np.ndarray) -> np.ndarray:
-    """Permute the numbers 0..size-1 pseudo-randomly, and return the new number of each index.
-
-    It is a Feistel network over Z_a x Z_b with a * b >= size, so no permutation is stored. `size`
-    is one for all indices, or like `index` and `shuffle_key` uint64 [P].
-    """
+    """Permute the numbers 0..size-1 by a Feistel network over Z_a x Z_b with a * b >= size."""
     return _cycle_walk(_feistel, index, size, shuffle_key)
 
 
@@ -204,11 +193,7 @@ def weighted_choice(seed: int, pass_index: int, row_hash: int, weights: Sequence
 
 
 def hash_uniform(seed: int, pass_index: np.ndarray, row_hash: np.ndarray, count: int) -> np.ndarray:
-    """Return pseudo-random numbers for each row, a pure function of the first three arguments.
-
-    Returns:
-        float64 [R, count], uniform in [0, 1).
-    """
+    """Return uniform numbers float64 [R, count] in [0, 1), a pure function of the other arguments."""
     columns = splitmix64(np.arange(1, count + 1, dtype=np.uint64))
     numbers = splitmix64(_sample_hash(seed, pass_index, row_hash)[:, None] ^ columns)
     return (numbers >> np.uint64(11)) * 2.0**-53

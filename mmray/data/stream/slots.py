@@ -102,8 +102,7 @@ class SlotPool:
     def lend(self) -> LentSlot | None:
         """Return a free slot; None if all are in use.
 
-        It is in use until `release`, or until the array that `receive` returned is garbage. If the
-        process is lost, the slot is not lent again, because the process may still write to it.
+        If the process is lost, the slot is not lent again, because it may still write to it.
         """
         if not self._free:
             return None

@@ -29,24 +29,12 @@ MODEL_FILES = Path(__file__).with_name("sample_model")
 
 
 def generate_conversations(out: Path) -> Path:
-    """Return the JSONL file of the sample conversations, which are generated in a folder of `out`
-    if they do not exist.
-
-    Raises:
-        UsageError: `out` is not writable.
-    """
+    """Return the JSONL file of the sample conversations, generated in a folder of `out` if missing."""
     return write_once(out / VERSION / "sample-vlm.jsonl", _write_conversations)
 
 
 def generate_model(out: Path) -> Path:
-    """Return a folder in `out` with the config and processor of a Qwen3-VL of 0.5 million
-    parameters.
-
-    It has no weights, so a run starts with random ones.
-
-    Raises:
-        UsageError: `out` is not writable.
-    """
+    """Return a folder in `out` with config and processor of a tiny Qwen3-VL, without weights."""
 
     def copy_files(folder: Path) -> None:
         shutil.copytree(MODEL_FILES, folder, dirs_exist_ok=True)

@@ -113,10 +113,7 @@ def read_evaluations(run: AnyPath) -> dict[int, dict[str, Any]]:
 
 
 def read_metrics(path: AnyPath) -> dict[str, Any]:
-    """Return the metrics of a checkpoint by name, also those of its evaluation beside training.
-
-    Raises as `load_meta`.
-    """
+    """Return the metrics of a checkpoint, also those of its evaluation beside training."""
     return _metrics_of(path, read_evaluations(path.parent.parent))
 
 
@@ -199,10 +196,7 @@ def prune(folder: AnyPath, keep: int, metric: str | None = None) -> None:
 
 
 def discard(path: AnyPath) -> None:
-    """Delete a checkpoint.
-
-    The checksums are deleted first, so an interrupted deletion leaves an incomplete checkpoint.
-    """
+    """Delete a checkpoint, the checksums first, so that an interruption leaves it incomplete."""
     (path / SUMS).unlink(missing_ok=True)
     remove_tree(path)
 
@@ -332,14 +326,8 @@ def fsync(path: Path) -> None:
 
 
 def load_meta(path: AnyPath) -> dict[str, Any]:
-    """Return meta.json of a checkpoint.
-
-    Returns:
-        `step` and `rows_consumed` (int), `metrics` (the line of the step in metrics.jsonl),
-        `config` (all settings), `architecture` (description of the model's layers, as its method
-        `architecture()` returned it; None without the method), `world` (number of workers), `base`
-        (what identifies frozen weights that are not in the checkpoint; None: it has all) and
-        `versions` (of `python` and `torch`).
+    """Return meta.json of a checkpoint: `step`, `rows_consumed`, `metrics`, `config`,
+    `architecture`, `world` (number of workers), `base` (of frozen weights, or None) and `versions`.
 
     Raises:
         TrainingError: The file does not exist or is damaged.

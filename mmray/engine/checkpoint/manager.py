@@ -106,10 +106,7 @@ class CheckpointManager:
         self.save_duration_s: float | None = None
 
     def log_from(self, step: int) -> MetricsLog:
-        """Open and return the metrics log (metrics.jsonl) of a run.
-
-        Its pending lines are written before each checkpoint.
-        """
+        """Open the metrics log of a run, whose pending lines are written before each checkpoint."""
         self._log = MetricsLog(self.uploader.local_folder, step, self._notify, self._check_lease)
         return self._log
 
@@ -214,11 +211,8 @@ class CheckpointManager:
         self._replaced.set()
 
     def wait_saved(self) -> None:
-        """Wait for the last save.
-
-        Raises:
-            StorageError: It failed.
-            TrainingError: Another process has taken over the run.
+        """Wait for the last save. Raises its StorageError, or TrainingError if the run was taken
+        over.
         """
         self._wait_pending()
         if self._error is not None:

@@ -336,10 +336,7 @@ class CheckpointWriter(HuggingFaceStorageWriter):
         self._name = files.tensor_file_names(num_files)[self.rank]
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan of this rank's tensors unchanged.
-
-        torch's class would create the folder here, but rank 0 must first delete an old one.
-        """
+        """Return the plan unchanged."""
         # The base class would create the folder, which rank 0 must clear first.
         return plan
 

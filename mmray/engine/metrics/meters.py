@@ -153,13 +153,7 @@ def source_metrics(names: Sequence[str], by_source: list[float]) -> Metrics:
 
 
 def rows_sha(keys: Tensor) -> str:
-    """Return 16 hex digits that identify a set of rows in any order.
-
-    They are the first of the SHA-256 of the sorted int64 little-endian keys.
-
-    Args:
-        keys: Hashes of the rows' keys, int64 [N].
-    """
+    """Return 16 hex digits of the SHA-256 of the sorted keys int64 [N], in any order of rows."""
     return sha256(keys.cpu().sort().values.numpy().astype("<i8").tobytes()).hexdigest()[:16]
 
 

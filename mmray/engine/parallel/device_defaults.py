@@ -124,9 +124,8 @@ def compile_pays(row_flops: float, rows: int, steps: int, peak_flops: float) -> 
 
 
 def limit_compile_workers() -> None:
-    """Divide the cores of a node among the compile processes of its ranks.
-
-    It sets TORCHINDUCTOR_COMPILE_THREADS, unless the user has set it.
+    """Divide the cores of a node among compile processes (TORCHINDUCTOR_COMPILE_THREADS if not
+    set).
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     workers = min(MAX_COMPILE_WORKERS, max(1, cores() // ranks))

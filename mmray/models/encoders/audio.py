@@ -22,17 +22,12 @@ MIN_POWER = 1e-6
 
 
 def mel_power(samples: Tensor, window: Tensor, filters: Tensor, hop: int, pad_mode: str) -> Tensor:
-    """Compute the power of mel bands of samples, by a short-time Fourier transform.
+    """Compute the power of mel bands, float [B, mels, N // hop + 1], of samples [B, N].
 
     Args:
-        samples: Samples, float [B, N].
         window: Weights of the samples of a spectrum, float [W].
         filters: Weights of the frequencies of each band [W // 2 + 1, mels].
         hop: Samples from a spectrum to the next.
-        pad_mode: How samples are padded by half a window: a mode of `torch.nn.functional.pad`.
-
-    Returns:
-        Power (not its logarithm), float [B, mels, N // hop + 1].
     """
     spectrum = torch.stft(
         samples,

@@ -48,15 +48,10 @@ def chunked_cross_entropy(
 
 
 def chunked_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Return the log-probabilities of the targets, at least float32 [N], for losses that are not
-    sums over tokens.
+    """Return the log-probabilities [N] of the targets, at least float32.
 
     The logits of a chunk are computed again in the backward, so all of them are never in memory.
-
-    Args:
-        hidden: Last hidden states [N, H], one for each target; N may be 0.
-        weight: Weight of the output layer [V, H], for a vocabulary of V tokens.
-        targets: Token ids, int64 [N].
+    Arguments are those of `chunked_cross_entropy`.
     """
     dtype = _matrix_dtype(hidden, weight)
     chunk = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
