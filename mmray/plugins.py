@@ -31,7 +31,7 @@ def load_class(name: str, setting: str, known: tuple[str, ...] = ()) -> Any:
 
 
 def load_part(name: str, setting: str, table: Mapping[str, str]) -> Any:
-    """Import the built-in class that a table has for a name, or a user's class. Raises UsageError."""
+    """Import the built-in class of a name in a table, or a user's class. Raises UsageError."""
     return load_class(table.get(name, name), setting, tuple(table))
 
 

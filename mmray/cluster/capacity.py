@@ -192,7 +192,7 @@ def num_workers_that_fit(demand: Demand, nodes: Sequence[Node]) -> int:
 
 
 def max_cluster(nodes: Sequence[Node], pools: Sequence[Pool], max_nodes: int) -> list[Node]:
-    """Return the nodes of the largest cluster that the autoscaler can start, `max_nodes` of a pool."""
+    """Return the nodes of the largest cluster, with `max_nodes` of each pool of the autoscaler."""
     labels = {node.label(NODE_GROUP): node.labels for node in nodes}  # by pool
     names = {pool.name for pool in pools}
     largest = [node for node in nodes if node.label(NODE_GROUP) not in names]

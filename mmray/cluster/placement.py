@@ -387,7 +387,7 @@ def process_state(pid: int) -> str:
 
 
 def kill_processes(processes: Iterable[tuple[str, int, float]]) -> None:
-    """Send SIGKILL to processes (node ID, process ID, start in seconds since the epoch) of nodes."""
+    """Send SIGKILL to processes (node ID, process ID, start in seconds since the epoch)."""
     tasks = [run_on_node(node, kill_process, pid, started_s) for node, pid, started_s in processes]
     ray.wait(tasks, num_returns=len(tasks), timeout=KILL_TIMEOUT_S)
 

@@ -108,7 +108,7 @@ class Group:
         return tensor
 
     def all_gather(self, rows: Tensor) -> Tensor:
-        """Return rows [B, ...], B equal on all ranks, of all ranks in rank order, without gradient."""
+        """Return rows [B, ...] (equal B) of all ranks in rank order, without gradient."""
         if self.world_size == 1:
             return rows
         rows = rows.detach().contiguous()
@@ -117,7 +117,7 @@ class Group:
         return gathered
 
     def reduce_scatter(self, gradients: Tensor) -> Tensor:
-        """Sum gradients over ranks, and return those at this rank's rows; backward of `all_gather`."""
+        """Return this rank's rows of the gradients summed over ranks: backward of `all_gather`."""
         if self.world_size == 1:
             return gradients
         local = gradients.new_empty(gradients.shape[0] // self.world_size, *gradients.shape[1:])

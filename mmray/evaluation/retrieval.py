@@ -84,7 +84,7 @@ def rank_direction(
 
 
 def number_equal(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Number equal values 0, 1, ... by first occurrence; return numbers [N] and first indices [K]."""
+    """Number equal values by first occurrence; return numbers [N] and first indices [K]."""
     _, first, inverse = np.unique(values.numpy(), return_index=True, return_inverse=True)
     order = first.argsort()
     return torch.from_numpy(order.argsort()[inverse]), torch.from_numpy(first[order])

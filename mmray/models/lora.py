@@ -61,7 +61,7 @@ class FrozenBase(NamedTuple):
         return {"weights": self.weights, "sha256": self.sha256}
 
     def check(self, saved: Mapping[str, str]) -> None:
-        """Raise UsageError if the digest differs from that in `base` of a checkpoint's meta.json."""
+        """Raise UsageError if `base` in a checkpoint's meta.json has another digest."""
         if self.sha256 != saved["sha256"]:
             raise UsageError(
                 f"model.weights: the weights in {self.weights} are not those that the run started "

@@ -235,7 +235,7 @@ def check_processor(path: AnyPath, model: Model) -> None:
 
 
 def stored_shuffle(path: AnyPath) -> str:
-    """Return `data.shuffle_blocks` of an existing run, such as `8x1400x16`; `1x1`: a full shuffle."""
+    """Return `data.shuffle_blocks` of an existing run, such as `8x1400x16` or `1x1` (full)."""
     return str(flatten(yaml.safe_load((path / "config.yaml").read_text()))["data.shuffle_blocks"])
 
 

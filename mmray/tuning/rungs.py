@@ -16,9 +16,9 @@ MAX_RUNGS = 3
 
 
 def rungs_up_to(samples: int, min_samples: int) -> tuple[int, ...]:
-    """Return at most MAX_RUNGS rungs of at least `min_samples`, each REDUCTION times the one before.
+    """Return at most MAX_RUNGS rungs, each REDUCTION times the one before.
 
-    The last is `samples`, which may be smaller.
+    The last is `samples`; the others are at least `min_samples`.
     """
     rungs = [samples]
     while len(rungs) < MAX_RUNGS and rungs[0] // REDUCTION >= min_samples:

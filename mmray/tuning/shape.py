@@ -69,7 +69,7 @@ class Measurements:
 
 
 def micro_sizes(rows: int) -> list[int]:
-    """Return sizes from 1 to `rows`, each about twice the one before: 1, 2, 4, ..., 48, 96 of 96."""
+    """Return sizes from 1 to `rows`, each about twice the one before: 1, 2, ..., 48, 96."""
     counts = {ceil(rows / 2**power) for power in range(rows.bit_length() + 1)}
     return sorted({ceil(rows / count) for count in counts})
 

@@ -184,7 +184,7 @@ class SweepState:
         return name
 
     def has_reached(self, name: str, rung: int) -> bool:
-        """Return whether a trial has reached a rung (an index), or has ended and cannot reach it."""
+        """Return whether a trial has reached a rung, or has ended and cannot reach it."""
         row = self.rows[name]
         return len(row.rungs) > rung or row.status in ENDED
 
@@ -278,7 +278,7 @@ class SweepState:
         self.folder.write(STOP_FILE, reason)
 
     def on_signal(self, _: int, __: FrameType | None) -> None:
-        """Request that running trials stop at a checkpoint; raise ForceExit at the second signal."""
+        """Request that trials stop at a checkpoint; raise ForceExit at the second signal."""
         if self.stop_reason == "stopped":
             raise ForceExit
         self._request_stop(

@@ -114,7 +114,7 @@ class Scene(NamedTuple):
 
 
 def generate(out: Path) -> Path:
-    """Return the JSONL file of the sample set, generated in a folder of `out` if it does not exist."""
+    """Return the JSONL file of the sample set, generated in a folder of `out` if missing."""
     return write_once(out / VERSION / "sample.jsonl", _draw_all)
 
 

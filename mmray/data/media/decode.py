@@ -103,7 +103,7 @@ def require_decoder(what: str) -> None:
 
 
 def read_header(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaInfo:
-    """Return what the header of audio or video states. Raises BadMedia, also if it exceeds a limit."""
+    """Return what the header of audio or video states. Raises BadMedia."""
     with _open(data, max_pixels) as container:
         return _read_header(container, kind, max_pixels)
 

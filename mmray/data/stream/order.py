@@ -193,7 +193,7 @@ def weighted_choice(seed: int, pass_index: int, row_hash: int, weights: Sequence
 
 
 def hash_uniform(seed: int, pass_index: np.ndarray, row_hash: np.ndarray, count: int) -> np.ndarray:
-    """Return uniform numbers float64 [R, count] in [0, 1), a pure function of the other arguments."""
+    """Return numbers float64 [R, count] in [0, 1), a pure function of the other arguments."""
     columns = splitmix64(np.arange(1, count + 1, dtype=np.uint64))
     numbers = splitmix64(_sample_hash(seed, pass_index, row_hash)[:, None] ^ columns)
     return (numbers >> np.uint64(11)) * 2.0**-53

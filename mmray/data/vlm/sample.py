@@ -29,7 +29,7 @@ MODEL_FILES = Path(__file__).with_name("sample_model")
 
 
 def generate_conversations(out: Path) -> Path:
-    """Return the JSONL file of the sample conversations, generated in a folder of `out` if missing."""
+    """Return the JSONL file of the conversations, generated in a folder of `out` if missing."""
     return write_once(out / VERSION / "sample-vlm.jsonl", _write_conversations)
 
 
