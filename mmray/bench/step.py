@@ -436,18 +436,12 @@ def build_bench(
     rank_rows: int | None = None,
     double: bool = False,
 ) -> Bench:
-    """Build the model of a config as a worker does, and synthetic batches for this rank.
+    """Build the model of a config with random weights, and four synthetic batches for this rank.
 
     Args:
-        config: Settings of model and training. The model has random weights.
-        group: This rank and its process group.
         log: Receives the metrics of mmray's loop; None: they are not written.
-        rank_rows: Rows of this rank in a step, and of each synthetic batch; None: `micro`.
+        rank_rows: Rows of this rank in a step, and of each batch; None: `micro`.
         double: Whether the model is in float64.
-
-    Returns:
-        A Bench: `config` without `auto` in `train`, `group`, `model` (not wrapped), `batches`
-        (four, on the CPU, in pinned memory if the device is a GPU), `micro` and `log`.
     """
     config, model = build_model(with_default_vocab(config), group, RANDOM_WEIGHTS, double)
     inputs = config.model.inputs

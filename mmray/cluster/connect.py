@@ -85,11 +85,7 @@ def _address(cluster_config: Cluster) -> str | None:
 
 @contextmanager
 def data_session(cluster_config: Cluster, log: Log) -> Iterator[None]:
-    """Context manager that connects to Ray for tasks of `mmray prepare` if they need it
-    (`needs_ray`); otherwise they run in child processes.
-
-    Args:
-        log: Called with (line, label), while tasks wait for a CPU.
+    """Context manager that connects to Ray for tasks of data if they need it (`needs_ray`).
 
     Raises:
         ResourceError: The cluster cannot be reached, or can never have a CPU for data.
@@ -249,13 +245,10 @@ def _set_auth_token() -> None:
 
 
 def python_path(working_dir: Path, before: str) -> str:
-    """Return PYTHONPATH for all processes of a local Ray, with the working directory first.
+    """Return PYTHONPATH for processes of a local Ray: the working directory, then `before`.
 
     The directory is left out if a file in it, such as random.py, would replace a module of Python
-    or Ray in these processes, which then do not start. Ray adds it in workers after their start.
-
-    Args:
-        before: The value of PYTHONPATH; "" if it is not set.
+    or Ray. Ray adds it in workers after their start.
     """
     paths = list(filter(None, before.split(os.pathsep)))
     if _modules_in(working_dir).isdisjoint({*sys.stdlib_module_names, "ray"}):

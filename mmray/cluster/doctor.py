@@ -155,17 +155,10 @@ def check_disk(what: str, folder: Path) -> Finding:
 
 
 def check_storage(address: str, nodes: list[Node]) -> Finding:
-    """Check that this machine and some nodes can write, read and delete files where runs are
-    stored.
-
-    Args:
-        address: Folder or URI for runs (`run.storage`).
+    """Check that this machine and some nodes can write, read and delete files in `address`.
 
     Returns:
         A Finding: `ok` with the time it took, or an `error`, which is not raised.
-
-    Raises:
-        UsageError: The URI is invalid.
     """
     start_s = time.monotonic()
     try:

@@ -119,12 +119,10 @@ def out_of_memory_error(
     """Return the error of a rank that ran out of memory, with the smaller shape to continue with.
 
     Args:
-        cause: What happened, for the message, such as `out of memory at step 5`.
-        detail: Where, for the message, such as `rank 0: CUDA out of memory`.
-        shape: The batch shape that did not fit.
+        cause: What happened, such as `out of memory at step 5`.
+        detail: Where, such as `rank 0: CUDA out of memory`.
         advice: What the user can do if a micro-batch has one row already.
-        fitting: A micro-batch size in rows that fits, to continue with; 0: half the size of
-            `shape`.
+        fitting: A micro-batch size that fits; 0: half the size of `shape`.
     """
     smaller = shape.halved()
     if 0 < fitting < shape.micro_batch_size:

@@ -490,19 +490,12 @@ def attach_negatives(
     columns: dict[str, Any] | None,
     inputs: Batch,
 ) -> list[Batch]:
-    """Return this rank's micro-batches with the columns of hard negatives for their rows.
+    """Return this rank's micro-batches with the columns of `sample_hard_negatives`.
 
     Args:
-        columns: Outputs of all ranks by name [G, ...], G = world_size x `batch.rows`, `valid` bool
-            [G] and the int `offset`, the index of this rank's first row among the G; None with a
-            single rank.
-        inputs: Columns of all ranks from which negatives are copied, such as `input_ids` int64 [G,
-            T].
-
-    Returns:
-        For each micro-batch a new dict with its columns and those that `sample_hard_negatives`
-        returned, tensors [B, ...]; of Matching these are `negative_ids` and `negative_mask` int64
-        [B, T] and `has_negative` bool [B].
+        columns: Outputs of all ranks [G, ...], `valid` bool [G] and the int `offset`, the index of
+            this rank's first row among the G; None with a single rank.
+        inputs: Columns of all ranks from which negatives are copied, such as `input_ids` [G, T].
     """
     if columns is None:
         columns = {name: embeddings[name] for name in mining.score_outputs}

@@ -55,16 +55,13 @@ def train_loop(
     """Train until the last step of the run, or until a stop is requested.
 
     Args:
-        steps: Yields a list for each remaining step with this rank's micro-batches on the CPU.
-        load_checkpoint: Loads the checkpoint to resume from. Called with a function that maps (key,
-            meta tensor) of a saved tensor to the tensor to read it into; returns the saved state,
-            nested dicts of tensors and JSON values. None: start at step 0.
+        steps: Yields this rank's micro-batches on the CPU for each remaining step.
+        load_checkpoint: Loads the checkpoint to resume from, with a function that maps (key, meta
+            tensor) to the tensor to read into. None: start at step 0.
 
     Raises:
-        OutOfMemoryError: Memory ran out. If its `retry_shape` is a BatchShape (with a smaller
-            micro-batch), the driver restarts the workers with it.
-        TrainingError: The rows of a step are missing or are not those of the sample order, or the
-            gradient was not finite in 10 steps in a row.
+        OutOfMemoryError: With the BatchShape of a restart as `retry_shape`, if there is one.
+        TrainingError: Wrong rows in a step, or 10 gradients in a row that are not finite.
     """
     return Trainer(spec, load_checkpoint).train(steps)
 

@@ -206,17 +206,11 @@ def _checked_batches(
 
 
 def check_positions(actual: np.ndarray, expected: np.ndarray, step: int, rank: int) -> None:
-    """Check that the rows of a step are those of the sample order.
+    """Raise TrainingError if the rows of a step are not those of the sample order.
 
     Args:
         actual: Positions of the rows that arrived, int64 [N].
         expected: Positions of this rank in this step, int64 [rank rows], -1 for padding.
-        step: Number of the step, counted from 0, for errors.
-        rank: Rank of this worker, for errors.
-
-    Raises:
-        TrainingError: The numbers of rows or a position differ; the message has the first
-            difference.
     """
     if np.array_equal(actual, expected):
         return

@@ -57,11 +57,7 @@ def vqa_accuracy(answers: Sequence[str], references: References) -> float:
 def anls(answers: Sequence[str], references: References) -> float:
     """Return the average normalized Levenshtein similarity (Biten et al. 2019, arXiv:1905.13648).
 
-    The similarity of an answer is that to the closest reference (equation 1). Letter case and the
-    amount of white space are ignored. A similarity below 0.5 counts as 0.
-
-    Returns:
-        The mean over the questions, 0 to 1; 0 without questions.
+    Letter case and the amount of white space are ignored; a similarity below 0.5 counts as 0.
     """
     scores = []
     for answer, texts in zip(answers, references, strict=True):

@@ -219,12 +219,9 @@ def check_classes(classes: Sequence[str], prepared: PreparedSet) -> None:
 
 
 def num_evaluated_rows(config: Config, eval_sets: Mapping[str, PreparedSet]) -> int:
-    """Return how many rows an evaluation of the sets reads, for the total of a progress bar.
+    """Return how many rows an evaluation reads, for the total of a progress bar.
 
-    Rows for which an answer is generated are read twice and count twice.
-
-    Args:
-        config: The config of the run, with `evaluate.limit` and `evaluate.num_generations`.
+    Rows for which an answer is generated are read twice.
     """
     total = 0
     for prepared in eval_sets.values():
@@ -252,16 +249,7 @@ def num_zero_shot_prompts(config: Config, eval_sets: Mapping[str, PreparedSet]) 
 
 
 def check_evaluable(config: Config, model: nn.Module) -> None:
-    """Check that the model has the methods with which it is evaluated, such as `embed_image`.
-
-    A model that generates text is not checked.
-
-    Args:
-        model: The model that was built from it.
-
-    Raises:
-        UsageError: A method is missing.
-    """
+    """Raise UsageError if a model lacks a method of its evaluation, such as `embed_image`."""
     from mmray.models.protocol import missing_methods
 
     missing = missing_methods(model)
@@ -274,12 +262,9 @@ def check_evaluable(config: Config, model: nn.Module) -> None:
 
 
 def best_metric(config: Config) -> str:
-    """Return the metric of metrics.jsonl that selects the best checkpoint of a run.
+    """Return the metric that selects the best checkpoint of a run, of the first of several sets.
 
-    Returns:
-        `evaluate/loss` (lower is better) for a model that generates text, otherwise
-        `evaluate/recall_at_1/mean` (higher is better); of the first of several sets, such as
-        `evaluate/flickr/recall_at_1/mean`, or `zero_shot/top_1` if that is its task.
+    It is the loss of a model that generates text, otherwise recall@1, or top-1 of zero-shot.
     """
     first = config.data.eval_sets[0]
     metric = "zero_shot/top_1" if first.task == "zero_shot" else "recall_at_1/mean"

@@ -25,15 +25,12 @@ NUM_RETRIEVED_CLIPS = 2
 
 
 def select_queries(ranks: Tensor, count: int) -> Tensor:
-    """Return the indices of the queries to show as examples.
+    """Return the indices of at most `count` hits, then of at most `count` misses.
+
+    Hits are evenly spaced, misses in the order of their ranks.
 
     Args:
         ranks: Rank of the correct result of each query, int64 [Q]; 1 is a hit.
-        count: Number of hits, and of misses, at least 2.
-
-    Returns:
-        int64, at most `count` hits, evenly spaced, then at most `count` misses, evenly spaced in
-        the order of their ranks.
     """
     hits = (ranks == 1).nonzero().flatten()
     misses = (ranks > 1).nonzero().flatten()

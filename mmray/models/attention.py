@@ -16,16 +16,11 @@ MLP_CLASSES = ("CLIPMLP", "SiglipMLP", "Siglip2MLP")
 
 
 def fuse_projections(model: nn.Module) -> None:
-    """Compute q, k and v in one matrix product in each attention layer of transformers' CLIP and
-    SigLIP. In their image encoders, also compute gradients of biases of q, k, v and the first layer
-    of the MLPs as `row_linear` does.
+    """Compute q, k and v in one product in attention layers of transformers' CLIP and SigLIP, and
+    gradients of biases in their image encoders as `row_linear` does, in place.
 
-    The weights stay three parameters, which are concatenated in each forward; under autocast they
-    would be copied anyway. Layers with dropout, or with adapters on a projection, are unchanged.
-    Projections that are replaced later, as `train.float8` does, are called one by one.
-
-    Args:
-        model: The model; the classes of its layers are replaced in place.
+    The weights stay three parameters, which are concatenated in each forward. Layers with dropout
+    or adapters are unchanged; projections that are replaced later are called one by one.
     """
     for layer in model.modules():
         if not type(layer).__module__.startswith("transformers."):

@@ -73,21 +73,13 @@ def build_on(
     vocab_size: int,
     source: WeightSource = PRETRAINED,
 ) -> Model:
-    """Build the model of a `model` section with its parameters on a device: on a GPU, which draws
-    random weights faster, or on the meta device, without memory.
+    """Build a model with its parameters on a GPU, which draws random weights faster, or on meta.
 
-    Buffers have their values, on the CPU. If a class computes with its weights while it is built,
-    and this fails because they are not on the CPU, the model is built there. On the meta device
-    this holds only for a user's class.
+    Buffers have their values, on the CPU. A class that computes with its weights while it is built
+    may fail there, and is built on the CPU (on meta only a user's class).
 
     Args:
         source: As in `build`; a built-in model must not read pretrained weights.
-
-    Returns:
-        The module. On the meta device, load a checkpoint into it.
-
-    Raises:
-        UsageError: The settings are not supported, or the weights or the class cannot be read.
     """
     device = torch.device(device)
     if device.type == "cpu":

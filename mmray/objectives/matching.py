@@ -53,22 +53,15 @@ class Matching(RowLoss):
     def compute_loss(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
     ) -> LossSums:
-        """Return the loss of a binary classifier that distinguishes each image's own caption from a
-        hard negative.
+        """Return the loss of a classifier of own captions and hard negatives.
 
-        A row's loss is the mean of two binary cross-entropies, one for each caption.
+        A row's loss is the mean of two binary cross-entropies.
 
         Args:
-            outputs: `match` and `match_negative` [B], logits that the image matches its own caption
-                and the negative one.
-            batch: `valid` bool [B], False for padding, and `has_negative` bool [B], False if no
-                other caption was found; the row's second cross-entropy is then 0.
-            gathered: Unused; `sample_hard_negatives` has put the negative captions into the batch.
-
-        Returns:
-            The loss sum over the valid rows, a scalar in at least float32; their number, an int64
-            scalar; and `match_accuracy`: half the number of correct decisions. A row has two, its
-            own caption and the negative one; without a negative caption the second counts as wrong.
+            outputs: Logits `match` and `match_negative` [B].
+            batch: `valid` and `has_negative` bool [B]; without a negative its cross-entropy is 0,
+                and its decision counts as wrong in `match_accuracy`.
+            gathered: Unused, because the batch has the negatives.
         """
         valid = self.counted_rows(batch)
         has_negative = valid & batch["has_negative"]

@@ -199,10 +199,9 @@ def export_model(
 
 
 def interpolate_from_start(model: nn.Module, settings: AnyModel, share: float) -> None:
-    """Interpolate between the weights that a run started with and the trained ones, in place.
+    """Interpolate between the initial and the trained weights, in place.
 
-    Source: WiSE-FT (Wortsman et al. 2022, arXiv:2109.01903). Weights in between often keep the
-    accuracy of the initial weights on other data.
+    Source: WiSE-FT (Wortsman et al. 2022, arXiv:2109.01903).
 
     Args:
         share: Factor of the trained weights, 0 to 1; that of the initial ones is 1 - share.

@@ -64,16 +64,13 @@ class SweepDir(RunDir):
 def resolve_sweep_dir(
     base: Config, identity: dict[str, Any], reporter: RunReporter, restart: bool = False
 ) -> SweepDir:
-    """Return the folder of a sweep: that of an unfinished sweep to resume, or a new one.
-
-    Logs why the newest earlier sweep of this recipe is not resumed.
+    """Return the folder of an unfinished sweep to resume, or of a new one, and log why.
 
     Args:
-        identity: Entries of sweep.json that must be equal for a sweep to be resumed, JSON values by
-            name: `space`, `goal` and `rungs`, or `space` and `measures`.
+        identity: Entries of sweep.json that must be equal for a sweep to be resumed.
 
     Raises:
-        UsageError: `run.name` is the folder of something else, or of a sweep with other settings.
+        UsageError: `run.name` is something else, or a sweep with other settings.
     """
     inspect = partial(_compare_sweep, base=base, identity=identity, restart=restart)
     selection = select_folder(base.run, f"{base.recipe}-tune", inspect, "sweep")

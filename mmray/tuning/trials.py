@@ -109,13 +109,10 @@ class TrialData:
 
 
 def default_axes(base: Config, goal: str) -> dict[str, str] | None:
-    """Return the search space of a sweep without `--space`.
+    """Return the search space of a sweep without `--space`, as texts by setting.
 
-    Returns:
-        Values or a range as text by setting. For `loss` and `recall` the learning rate, such as
-        {"optimizer.lr": "loguniform(0.0001,0.01)"}. For the throughput of a vision-language model
-        `batch.tokens`, from the longest row (`model.inputs.max_tokens`) to 8 times as many. None
-        for other models: batch shapes are timed on synthetic batches.
+    It is the learning rate for `loss` and `recall`, `batch.tokens` for the throughput of a
+    vision-language model, and None for others, whose shapes are timed on synthetic batches.
     """
     if goal != "throughput":
         lr = base.optimizer.lr

@@ -38,13 +38,7 @@ _BAD_NAME_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP)  # the name cannot belong t
 
 
 def read_image(folder: AnyPath, image: ImageRef, roots: Roots = ()) -> bytes:
-    """Return the encoded bytes of an image.
-
-    Args:
-        image: Inline bytes, a file, or a byte range of a file. It must have no URL.
-
-    Returns:
-        The bytes; fewer than `image.length` if the file ends before.
+    """Return the encoded bytes of an image; fewer than `image.length` if the file ends before.
 
     Raises:
         BadRow: With stage `read`, if the file does not exist, is outside the folder, is not a
@@ -215,13 +209,9 @@ def _check_reference(image: ImageRef) -> None:
 
 @contextmanager
 def os_error_as_bad_row(name: str) -> Iterator[None]:
-    """Context manager that converts an OSError to a BadRow, the error of a row that is quarantined.
+    """Context manager that converts an OSError to a BadRow (`read`, `unreadable`).
 
-    `prepare` leaves such a row out and can retry it. A TransientStorageError is not converted: it
-    is not about this file, and would reject all the following rows.
-
-    Raises:
-        BadRow: With stage `read` and reason `unreadable`.
+    A TransientStorageError is not about this file: it would reject all the following rows.
     """
     try:
         yield

@@ -46,12 +46,10 @@ class SubprocessDecoder:
         """Decode an image in the child process, and return the size of the upright image.
 
         Args:
-            transform_args: The further arguments of `transform`, with which the child also resizes
-                and augments the image. None: only decode, and resize to one pixel.
+            transform_args: Further arguments of `transform`, which the child then calls, too.
 
         Raises:
-            BadImage: The image cannot be decoded. The reason is `decoder-crash` if it killed the
-                child, and `memory` if the child had no memory for it.
+            BadImage: Also with reason `decoder-crash` (of the child) or `memory`.
         """
         reply = self.request(_check, data, max_pixels, transform_args)
         return reply["width"], reply["height"]

@@ -50,14 +50,12 @@ def choose_window(span: tuple[float, float], clip_s: float, uniform: float) -> W
 
 
 def frame_times(window: Window, frames: int, frame_rate: float, uniform: float) -> list[float]:
-    """Return the times of the frames of a clip, ascending and all inside its window.
+    """Return the times of the frames of a clip, ascending and inside its window.
 
     Args:
-        frames: Number of times; with a `frame_rate` above 0 the largest number, from the start of
-            the window on.
-        frame_rate: Frames per second; 0: exactly `frames` times at equal distances over the window.
-        uniform: Random number in [0, 1): place of each time in its interval between frames; 0.5: in
-            the middle.
+        frames: Number of times; with a `frame_rate` the largest number.
+        frame_rate: Frames per second; 0: `frames` times at equal distances.
+        uniform: Random number in [0, 1): place of each time in its interval; 0.5: the middle.
     """
     length = window.end_s - window.start_s
     if not frame_rate:
@@ -85,10 +83,7 @@ def full_span(media: Media, with_sound: bool = False) -> tuple[float, float]:
 def clip_window(row: Row, clip_s: float, uniform: float) -> Window:
     """Return the part of the audio or video of a row that its clip shows; (0, 0) without any.
 
-    Args:
-        row: A stored row with at most one text. The clip is of the span of the text, if it has one,
-            otherwise of the whole video, or of the audio of a row without video.
-        uniform: As for `choose_window`.
+    It is the span of the row's only text, if it has one, otherwise the whole file.
 
     Raises:
         BadMedia: The header of the audio or video cannot be read.

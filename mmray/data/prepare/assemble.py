@@ -204,13 +204,10 @@ def rejection_error(
 
 
 def write_tokenizer(out: AnyPath, manifest: Manifest, vocab_size: int) -> bool:
-    """Train a tokenizer on the captions outside the held-out splits, and write its tokenizer.json.
-
-    Args:
-        vocab_size: Maximum number of tokens; 0: no tokenizer.
+    """Train a tokenizer of at most vocab_size tokens on the captions outside the held-out splits.
 
     Returns:
-        Whether a tokenizer was written; False also if all splits are held out.
+        Whether one was written: not with 0 tokens, or if all splits are held out.
     """
     shards = [shard for shard in manifest.shards if shard.split not in HELD_OUT_SPLITS]
     if not vocab_size or not shards:

@@ -344,13 +344,9 @@ def _phash_bytes(images: np.ndarray) -> np.ndarray:
 
 
 def perceptual_hash(image: Image.Image) -> tuple[np.ndarray, np.ndarray]:
-    """Return a hash of an image that changes little with its size and compression.
+    """Return pHash uint64 [4] (Zauner 2010) and mean colors of 4 x 4 cells uint8 [48] of an image.
 
-    The 256-bit pHash (signs of a discrete cosine transform; Zauner 2010) ignores color, so mean
-    colors are added.
-
-    Returns:
-        pHash uint64 [4], and the mean colors of 4 x 4 cells, uint8 [48].
+    pHash ignores colors. Both change little with the size and compression of an image.
     """
     import imagehash  # optional dependency, needed only for near-duplicate search
 

@@ -263,14 +263,7 @@ def _check_spans(row: SourceRow, name: str, info: MediaInfo) -> None:
 
 
 def _check_aspect_ratio(name: str, size: tuple[int, int]) -> None:
-    """Check that vision-language models accept the shape of an image of a conversation.
-
-    Args:
-        size: Its width and height in pixels.
-
-    Raises:
-        BadRow: One side is more than MAX_ASPECT_RATIO (200) times the other.
-    """
+    """Raise BadRow if a side of an image is more than MAX_ASPECT_RATIO times the other."""
     if max(size) > MAX_ASPECT_RATIO * min(size):
         raise BadRow(
             "decode",

@@ -62,13 +62,11 @@ def check_selection(source: str, where: str | None, deduplicate: str | None) -> 
     """Open a set, and check the arguments of `select_set` against its columns.
 
     Args:
-        where: Condition on the columns of a row, such as `clip_score > 0.25`; None: all rows.
-        deduplicate: `COLUMN=COSINE`, such as `semantic=0.95`: a column of embeddings that `mmray
-            score --embeddings` wrote (`semantic`: the only one), and the cosine (above 0, at most
-            1) from which images count as equal. None: not requested.
+        deduplicate: `COLUMN=COSINE`, a column of embeddings (`semantic`: the only one) and the
+            cosine from which images count as equal; None: not requested.
 
     Raises:
-        UsageError: One is invalid, or names a column that the set does not have.
+        UsageError: An argument is invalid, or names a column that the set does not have.
         DataError: `source` is not a prepared set.
     """
     prepared = PreparedSet.open(source)
@@ -288,17 +286,13 @@ def _compare_task(cluster: int, files: Sequence[AnyPath], cosine: float) -> tupl
 
 
 def find_similar(vectors: np.ndarray, cosine: float) -> np.ndarray:
-    """Return which rows are near-duplicates: similar to an earlier row that is none itself.
+    """Return which rows, bool [N], are similar to an earlier row that is not similar itself.
 
-    So the first of several similar rows is kept. The time grows with the square of the number of
-    rows.
+    The time grows with the square of the number of rows.
 
     Args:
-        vectors: Embeddings of length 1, float [N, D], one for each row.
+        vectors: Embeddings of length 1, float [N, D].
         cosine: Cosine similarity from which two rows are similar.
-
-    Returns:
-        bool [N], True for a near-duplicate.
     """
     limit = cosine - _ROUNDING
     similar = np.zeros(len(vectors), bool)

@@ -49,14 +49,8 @@ def map_tasks(
     runs_model: bool = False,
     hint: str = RESUME_HINT,
 ) -> Generator[Result, None, None]:
-    """Run a function on many items in parallel, on Ray Data if Ray is initialized, otherwise in
-    child processes.
-
-    Args:
-        work: Picklable function, called with one item in a task.
-
-    Yields:
-        What `work` returned for each item; on Ray in any order.
+    """Yield what a picklable function returns for each item, in tasks of Ray Data (in any order)
+    if Ray is initialized, otherwise in child processes.
 
     Raises:
         MmrayError: A call failed, or workers died too often.

@@ -113,11 +113,7 @@ class ShardCache:
 
         Args:
             size: Its size in bytes; an entry of another size is fetched again.
-            fetch: Returns the bytes from the object store.
             refresh: Replace the entry, because it is damaged.
-
-        Raises:
-            UsageError: The folder cannot be created.
         """
         entry = None if refresh else self.find(name, size)
         if entry is None:

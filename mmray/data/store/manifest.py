@@ -189,11 +189,7 @@ def shard_fields(shards: Sequence[Shard]) -> dict[str, Any]:
 def write_manifest(folder: AnyPath, manifest: Manifest) -> None:
     """Write the table of the shards of a set and then its manifest.json.
 
-    The name of the table's file has its digest, because processes that opened the set before it
-    grew still read the older one.
-
-    Args:
-        manifest: Numbers of rows, splits, source and settings, and the shards.
+    The table's name has its digest, because readers of a set that grew still read the older one.
     """
     shards = manifest.shards
     table = shards if isinstance(shards, ShardTable) else ShardTable.from_shards(shards)

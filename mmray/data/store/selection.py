@@ -230,8 +230,7 @@ def check_where(
     """Return the filter of an expression after checking it against the columns of a set.
 
     Args:
-        types: Type of each column of the set by name, None for one that is not known yet. None:
-            only the syntax is checked.
+        types: Type of each column, None for one that is not known yet. None: check the syntax.
 
     Raises:
         UsageError: It is invalid, or the set lacks a column; the message has the part.

@@ -13,15 +13,10 @@ TEACHER_COLUMNS = ("teacher_image", "teacher_text")
 
 
 def join_blocks(parts: Sequence[Block], pixels: np.ndarray | None = None) -> Block:
-    """Concatenate the rows of several blocks with the same columns.
-
-    Arrays with two dimensions [R, T], such as token ids, are padded with zeros to the largest T.
+    """Concatenate the rows of blocks with equal columns; arrays [R, T] are padded with zeros.
 
     Args:
         pixels: Memory for the column `image` of the result; None: new memory.
-
-    Returns:
-        One block with all rows; if there is only one part, the part itself.
     """
     if len(parts) == 1:
         return parts[0]

@@ -65,11 +65,7 @@ def _cycle_walk(
     """Restrict a bijection of a larger domain to 0..size-1 (Black and Rogaway 2002).
 
     Args:
-        bijection: Called with index, size and key; must map 0..size-1 into a domain that it
-            permutes.
-        index: uint64.
-        size: One size, or uint64 in the shape of `index`.
-        shuffle_key: uint64 in the shape of `index`.
+        bijection: Called with index, size and key; permutes a domain that contains 0..size-1.
     """
     out = bijection(index, size, shuffle_key)
     outside = np.flatnonzero(out >= size)
@@ -393,14 +389,10 @@ class BlockPlan:
 
     @classmethod
     def sized(cls, plan: SamplePlan, first_step: int, row_bytes: int, block_mb: float) -> BlockPlan:
-        """Divide a rank's rows into blocks of about a given size.
+        """Divide a rank's rows into blocks of about `block_mb`.
 
-        A block has all rows of one or more steps if they fit into the size. Otherwise the rows of a
-        step are divided into equal blocks, which may have down to a quarter of the size; if there
-        is no such divisor (a prime number of rows), a block has all of them.
-
-        Args:
-            row_bytes: Approximate bytes of a row in a block.
+        A block has all rows of one or more steps if they fit. Otherwise the rows of a step are
+        divided equally, into blocks of at least a quarter of the size, or not at all.
         """
         fitting_rows = max(1, int(block_mb * 1e6 / row_bytes))
         if fitting_rows >= plan.rank_rows:

@@ -101,15 +101,14 @@ class SetReader(ABC):
         pass_index: np.ndarray,
         row_hash: np.ndarray,
     ) -> list[int]:
-        """Choose one of the texts of each row, by the weights of `data.captions` if it has some.
+        """Choose the index of a text of each row, by the weights of `data.captions` if it has some.
+
+        It is a pure function of seed, key and `pass_index`.
 
         Args:
             num_texts: Number of texts of each row to choose from, at least 1.
             pass_index: How often the run has taken each row before, int64 [R].
             row_hash: Hash of the key of each row, int64 [R].
-
-        Returns:
-            The index of a text for each row, a pure function of seed, key and `pass_index`.
         """
         counts = np.array(num_texts, np.int64)
         chosen: list[int] = hash_choice(plan.seed, pass_index, row_hash, counts).tolist()
@@ -347,17 +346,11 @@ class RowReader(SetReader):
 def row_columns(
     rows: list[Row | None], row_hash: np.ndarray, positions: np.ndarray, valid: np.ndarray
 ) -> Block:
-    """Return the columns of R rows that every model has.
+    """Return the columns `key` (0 for an invalid row), `label` (-1: none), `valid` and `pos`.
 
     Args:
         rows: None for no row.
         row_hash: Hash of the key of each row, int64 [R].
-        positions: Their positions in the sample order, int64 [R].
-        valid: Whether each row can be used, bool [R].
-
-    Returns:
-        `key` int64 [R], the hash, 0 for a row that is not valid; `label` int64 [R], -1 for none;
-        `valid`; and `pos`, the positions.
     """
     labels = [NO_LABEL if row is None or row.label is None else row.label for row in rows]
     return {

@@ -131,12 +131,10 @@ def with_local_cache(
     """Return the set with the cache of `data.local_cache`, if it is on an object store.
 
     Args:
-        shuffle: The block shuffle of the run, whose blocks are fetched into the cache at once;
-            None: a full shuffle.
+        shuffle: The block shuffle, whose blocks are cached at once; None: a full shuffle.
 
     Raises:
-        UsageError: The set only refers to its images, so the folder `data.local_cache` cannot cache
-            it. With `auto` it is not cached.
+        UsageError: The folder is given, and the set only refers to its images.
     """
     if not _is_cached(data, prepared) or isinstance(prepared.folder, Path):
         return prepared

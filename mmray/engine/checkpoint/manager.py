@@ -285,15 +285,12 @@ FIRST_STEPS = 10
 def steps_between_checkpoints(
     step_s: float | None, stall_s: float, save_duration_s: float | None, steps_taken: int
 ) -> int:
-    """Return the number of steps to the next checkpoint, so that saves stall training for at most 2
-    % of the time.
+    """Return the steps to the next checkpoint: saves stall training for at most 2 % of the time.
 
     Args:
         step_s: Seconds of a step; None: not measured yet.
-        save_duration_s: Seconds of a whole save, which must end before the next one starts; None:
-            not measured yet.
-        steps_taken: Steps since the start or the resume; while nothing is measured, the number of
-            steps doubles with each save.
+        save_duration_s: Seconds of a whole save, which ends before the next one; None: as above.
+        steps_taken: Steps since the start; without measurements the interval doubles.
     """
     if not step_s or save_duration_s is None:
         return max(FIRST_STEPS, steps_taken)

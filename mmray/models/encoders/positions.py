@@ -61,18 +61,15 @@ def resize_vision_model(model: Any, side: int, weights: str) -> str | None:
 
 
 def lengthen_text_model(model: Any, length: int, kept: int, weights: str) -> str | None:
-    """Interpolate the learned positions of a text model for longer texts.
+    """Interpolate the learned positions of a text model of transformers for longer texts, in place.
 
     Args:
-        model: A CLIPTextModel or SiglipTextModel of transformers (or its inner transformer). It is
-            changed in place, and its config gets the new length.
         length: Maximum number of tokens of a text.
-        kept: Number of leading positions that keep their values; the others are interpolated.
+        kept: Number of leading positions that keep their values.
         weights: Name of the weights, for the returned line.
 
     Returns:
-        A line for the console about the interpolation; None if the model has enough positions
-        already.
+        A line for the console; None if the model has enough positions already.
     """
     embeddings = model.embeddings
     table = embeddings.position_embedding

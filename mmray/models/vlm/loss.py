@@ -21,22 +21,17 @@ def chunked_cross_entropy(
     target_weights: Tensor,
     losses: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted sum of the losses of the targets, and how many have the largest logit.
+    """Return the weighted sum of the losses of N targets, and how many have the largest logit.
 
-    The logits are computed in chunks, so all of them are never in memory. The gradients are
-    computed in the forward, because the backward would otherwise compute the logits again.
+    Logits are computed in chunks. Gradients are computed in the forward, because the backward
+    would need the logits again.
 
     Args:
-        hidden: Last hidden states [N, H], one for each target; N may be 0.
-        weight: Weight of the output layer [V, H], for a vocabulary of V tokens.
+        hidden: Last hidden states [N, H]; N may be 0.
+        weight: Weight of the output layer [V, H].
         targets: Token ids, int64 [N].
-        target_weights: Factors of the losses of the targets, float32 [N].
-        losses: Float32 [N], which gets the weighted loss of each target; None: not needed.
-
-    Returns:
-        The weighted sum of the cross-entropies, a scalar of at least float32, which can be
-        differentiated by `hidden` and `weight`; and the number of correct predictions, an int64
-        scalar.
+        target_weights: Factors of the losses, float32 [N].
+        losses: Float32 [N], which gets the weighted losses; None: not needed.
     """
     dtype = _matrix_dtype(hidden, weight)
     chunk = max(1, CHUNK_BYTES // (4 * weight.shape[0]))

@@ -31,14 +31,9 @@ class Coordinator:
         self._requests: set[Request] = set()
 
     def push(self, message: Message) -> None:
-        """Store a message of a worker for the driver.
-
-        Args:
-            message: One of: a line of metrics (with `step`); {"stage": title} of the start;
-                {"phase": title} of long work between two steps; {"note": text, "label": word}, a
-                line for the console; {"batch_shape": BatchShape} of the dry run;
-                {"wasted_steps": number of steps that are taken again}; or, of an evaluation,
-                {"rows": number of rows of a batch}.
+        """Store a message of a worker for the driver: a line of metrics (with `step`), or one of
+        {"stage": title}, {"phase": title}, {"note": text, "label": word}, {"rows": int} (of an
+        evaluation), {"batch_shape": BatchShape} and {"wasted_steps": int}.
         """
         self._messages.append(message)
 
