@@ -174,9 +174,9 @@ def _cost(rows: int, start_s: float, start_cpu_s: float) -> dict[str, Any]:
     }
 
 
-def write_columns(folder: Path, rows: int, seed: int) -> PreparedSet:
-    """Write a set of columns only: a score, embeddings and hashes of images."""
-    from mmray.data.prepare.contamination import _STORED_HASH_DTYPE, HASHES
+def write_columns(folder: Path, rows: int, seed: int, group: str) -> PreparedSet:
+    """Write a set of columns only: those of a group (a score, embeddings or hashes of images)."""
+    from mmray.data.prepare.contamination import HASHES
     from mmray.data.store.manifest import Manifest, shard_fields
     from mmray.data.store.prepared_set import PreparedSet
     from mmray.data.store.row_values import write_values
@@ -185,31 +185,16 @@ def write_columns(folder: Path, rows: int, seed: int) -> PreparedSet:
     rng = np.random.default_rng(seed)
     shards = []
     for first in range(0, rows, ROWS_PER_COLUMNS):
-        values: dict[str, dict[str, pa.RecordBatch]] = {"kept": {}, "semantic": {}, HASHES: {}}
+        values: dict[str, pa.RecordBatch] = {}
         for start in range(first, min(first + ROWS_PER_COLUMNS, rows), ROWS_PER_CHUNK):
             count = min(ROWS_PER_CHUNK, rows - start)
             name = f"shards/{seed}-{start}.arrow"
             offsets = tuple(range(count // 8 + 1))
             shards.append(Shard(name, None, count, 1, "0" * 64, offsets=offsets))
-            vectors = rng.standard_normal(count * EMBEDDING_DIM, np.float32).astype(np.float16)
-            hashes = rng.bytes(count * _STORED_HASH_DTYPE.itemsize)
-            images = pa.FixedSizeBinaryArray.from_buffers(
-                pa.binary(_STORED_HASH_DTYPE.itemsize), count, [None, pa.py_buffer(hashes)]
-            )
-            each = pa.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32), images)
-            arrays = {
-                "kept": ("similarity", pa.array(rng.random(count))),
-                "semantic": (
-                    "semantic",
-                    pa.FixedSizeListArray.from_arrays(pa.array(vectors), EMBEDDING_DIM),
-                ),
-                HASHES: (HASHES, each),
-            }
-            for group, (column, array) in arrays.items():
-                batch = pa.RecordBatch.from_pydict({column: array})
-                values[group][shards[-1].key] = batch
-        for group, by_shard in values.items():
-            write_values(folder, group, by_shard)
+            column = "similarity" if group == "kept" else group
+            array = _random_values(rng, group, count)
+            values[shards[-1].key] = pa.RecordBatch.from_pydict({column: array})
+        write_values(folder, group, values)
     columns = {
         "kept": {"similarity": "double"},
         "semantic": {"semantic": f"float16[{EMBEDDING_DIM}]"},
@@ -222,17 +207,32 @@ def write_columns(folder: Path, rows: int, seed: int) -> PreparedSet:
         tokenizer=None,
         source={},
         settings={},
-        columns=columns,
+        columns={group: columns[group]},
         **shard_fields(shards),
     )
     return PreparedSet(folder, manifest)
+
+
+def _random_values(rng: np.random.Generator, group: str, count: int) -> pa.Array:
+    from mmray.data.prepare.contamination import _STORED_HASH_DTYPE
+
+    if group == "kept":
+        return pa.array(rng.random(count))
+    if group == "semantic":
+        vectors = rng.standard_normal(count * EMBEDDING_DIM, np.float32).astype(np.float16)
+        return pa.FixedSizeListArray.from_arrays(pa.array(vectors), EMBEDDING_DIM)
+    hashes = rng.bytes(count * _STORED_HASH_DTYPE.itemsize)
+    images = pa.FixedSizeBinaryArray.from_buffers(
+        pa.binary(_STORED_HASH_DTYPE.itemsize), count, [None, pa.py_buffer(hashes)]
+    )
+    return pa.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32), images)
 
 
 def bench_where(rows: int, folder: Path) -> dict[str, Any]:
     """Measure a condition that selects 70 % of the rows."""
     from mmray.data.store.selection import drop_rows
 
-    prepared = write_columns(folder / f"where-{rows}", rows, 0)
+    prepared = write_columns(folder / f"where-{rows}", rows, 0, "kept")
     start_s, start_cpu_s = time.monotonic(), time.process_time()
     selected = drop_rows(prepared, "similarity > 0.3", "--where")
     return _cost(rows, start_s, start_cpu_s) | {"selected": selected.num_rows}
@@ -245,7 +245,8 @@ def bench_contamination(rows: int, folder: Path) -> dict[str, Any]:
     from mmray.data.store.row_values import RowValues
 
     out = folder / f"contamination-{rows}"
-    sets = [write_columns(out, rows, 0), write_columns(out, 100_000, 1)]
+    numbers = ((rows, 0), (100_000, 1))
+    sets = [write_columns(out, count, seed, contamination.HASHES) for count, seed in numbers]
     columns = separate_columns({contamination.HASHES: "hashes"})
     start_s, start_cpu_s = time.monotonic(), time.process_time()
     found = contamination._find_contaminated_rows(RowValues(out, columns), sets)
@@ -257,7 +258,7 @@ def bench_semantic(rows: int, folder: Path) -> dict[str, Any]:
     from mmray.data.prepare.select import _without_similar_rows
 
     out = folder / f"semantic-{rows}"
-    prepared = write_columns(out, rows, 0)
+    prepared = write_columns(out, rows, 0, "semantic")
     start_s, start_cpu_s = time.monotonic(), time.process_time()
     left = _without_similar_rows(prepared, "semantic", 0.6, out, lambda _: None)
     return _cost(rows, start_s, start_cpu_s) | {"dropped": rows - left.num_rows}
