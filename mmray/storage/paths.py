@@ -121,8 +121,7 @@ class RemotePath:
         info = self._info()
         if info.type != fs.FileType.File:
             raise FileNotFoundError(f"{self} does not exist")
-        modified_s = info.mtime.timestamp() if info.mtime else 0.0
-        return SimpleNamespace(st_size=info.size, st_mtime=modified_s, st_mtime_ns=info.mtime_ns)
+        return _to_stat(info)
 
     def iterdir(self) -> Iterator[RemotePath]:
         """Iterate the entries of the folder, sorted by name.
@@ -183,6 +182,13 @@ class RemotePath:
 
     def _info(self) -> fs.FileInfo:
         return with_retries(lambda: self.filesystem.get_file_info(self.fs_path))
+
+
+def _to_stat(info: fs.FileInfo) -> SimpleNamespace:
+    # In whole seconds, as S3 returns them for an object; its listings have milliseconds.
+    modified_ns = info.mtime_ns and info.mtime_ns // 10**9 * 10**9
+    modified_s = (modified_ns or 0) / 1e9
+    return SimpleNamespace(st_size=info.size, st_mtime=modified_s, st_mtime_ns=modified_ns)
 
 
 AnyPath = Path | RemotePath
@@ -404,12 +410,21 @@ def list_files(folder: AnyPath) -> list[str]:
     Raises:
         FileNotFoundError: The folder does not exist.
     """
-    if not isinstance(folder, RemotePath):
-        return sorted(_walk(str(folder), ""))
+    if isinstance(folder, RemotePath):
+        return sorted(list_stats(folder))
+    return sorted(_walk(str(folder), ""))
+
+
+def list_stats(folder: RemotePath) -> dict[str, SimpleNamespace]:
+    """Return `stat()` of all objects below a folder by path, by a request for 1,000 of them.
+
+    Raises:
+        FileNotFoundError: The folder does not exist.
+    """
     selector = fs.FileSelector(folder.fs_path, recursive=True)
     infos = with_retries(lambda: folder.filesystem.get_file_info(selector))
     prefix = len(folder.fs_path) + 1
-    return sorted(info.path[prefix:] for info in infos if info.type == fs.FileType.File)
+    return {info.path[prefix:]: _to_stat(info) for info in infos if info.type == fs.FileType.File}
 
 
 def _walk(folder: str, prefix: str, parents: tuple[str, ...] = ()) -> Iterator[str]:

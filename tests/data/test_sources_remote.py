@@ -10,12 +10,12 @@ import pytest
 
 from mmray.data.formats.detect import detect_source, open_source
 from mmray.data.images.read import read_image
-from mmray.data.prepare import pipeline, row_builder
+from mmray.data.prepare import pipeline, preview, row_builder
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.rows import BadRow, parse_row
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import ResourceError
-from mmray.storage import requests
+from mmray.storage import paths, requests
 from mmray.storage.paths import copy_file, list_files, list_names, to_path
 from mmray.storage.requests import ATTEMPTS
 from tests.data.formats.test_formats import COUNT, LAX, SOURCES, color_image, images, tars
@@ -111,6 +111,55 @@ def test_source_is_listed_once(tmp_path, in_process, monkeypatch, name):
     assert listed == [source] * source.is_dir()
     forced = LAX.model_copy(update={"format": auto.source["format"]})
     assert prepare(str(source), str(tmp_path / "forced"), forced).fingerprint == auto.fingerprint
+
+
+@pytest.mark.parametrize("title", ["Parquet of bytes", "WebDataset"])
+@pytest.mark.parametrize("store", [None, "memory://grown"])
+def test_only_new_files_are_opened_if_a_source_grows(
+    tmp_path, memory, in_process, monkeypatch, title, store
+):
+    monkeypatch.setattr(preview, "NUM_FIRST_ROWS", 2)
+    disk, used = ALL[title](tmp_path / "raw"), []
+    source = to_path(store or str(disk))
+    names = [name for name in list_files(disk) if not name.endswith(".json")]
+    for name in names if store else ():
+        copy_file(disk / name, source / name)
+    prepare(str(source), str(tmp_path / "out"), LAX)
+    last = "00001.tar" if title == "WebDataset" else "b.parquet"
+    copy_file(disk / last, source / f"new-{last}")
+
+    def record(owner, name):
+        call = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda path, *args: used.append(path.name) or call(path, *args)
+        )
+
+    record(paths, "open_input")
+    record(paths.RemotePath, "_info")
+    in_process.clear()
+    grown = prepare(str(source), str(tmp_path / "out"), LAX)
+    assert f"new-{last}" in used and last not in used
+    # Rows of the first file are shown.
+    first = "00000.tar" if title == "WebDataset" else "a.parquet"
+    assert {name for name in used if name in names} == {first} and used.count(first) <= 3
+    assert len(in_process) == len(set(in_process)) < 3
+    fresh = prepare(str(source), str(tmp_path / "fresh"), LAX)
+    assert fresh.fingerprint == grown.fingerprint and fresh.num_quarantined > 0
+
+
+def test_files_are_read_again_after_an_interrupted_prepare(tmp_path, in_process, monkeypatch):
+    """Some of the chunks of a file may have no record."""
+    source = ALL["Parquet of bytes"](tmp_path / "raw")
+    whole = prepare(str(source), str(tmp_path / "whole"), LAX)
+
+    def run(work, items):
+        yield from map(work, items[:1])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pipeline, "map_tasks", run)
+        prepare(str(source), str(tmp_path / "out"), LAX)
+    assert prepare(str(source), str(tmp_path / "out"), LAX).fingerprint == whole.fingerprint
 
 
 def images_and_pairs(folder):

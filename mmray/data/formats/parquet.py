@@ -11,6 +11,7 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
@@ -28,7 +29,6 @@ from mmray.data.formats.source import (
     check_columns,
     check_named,
     check_unchanged,
-    file_signature,
     known_columns,
 )
 from mmray.data.formats.values import class_name
@@ -107,33 +107,51 @@ class ParquetSource(Source):
         rows = 0
         names = self.names()
         splits = self.splits(names)
-        for name, (ends, signature, most, class_names) in zip(
-            names, iter_parallel(self._check_file, names), strict=True
-        ):
-            self._set_class_names(class_names)
-            if ends is None:
-                yield SourceChunk(index, name, 0, sys.maxsize, 1, None, signature, splits[name])
+        signatures = self.signatures(names)
+        earlier = self.earlier_chunks(signatures)
+        if earlier:
+            self._set_class_names(self.earlier_class_names)
+        files = iter_parallel(self._check_file, [name for name in names if name not in earlier])
+        for name in names:
+            if name in earlier:
+                chunks = earlier[name]
+            else:
+                ends, class_names = next(files)
+                self._set_class_names(class_names)
+                chunks = [*self._cut(name, ends, signatures[name], rows_per_chunk, rows)]
+            for chunk in chunks:
+                yield replace(chunk, index=index, split=splits[name])
                 index += 1
-                continue
-            start = 0
-            for end, following in zip(ends, [*ends[1:], None], strict=True):
-                limit = max(rows_per_chunk, min(self.chunk_rows(rows_per_chunk, rows), most))
-                if following is not None and following - start <= limit:
-                    continue
-                step = max(limit, -(-(end - start) // MAX_CHUNKS_PER_ROW_GROUP))
-                for first in range(start, end, step):
-                    stop = min(first + step, end)
-                    num_rows = stop - first
-                    yield SourceChunk(
-                        index, name, first, stop, first + 1, num_rows, signature, splits[name]
-                    )
-                    index += 1
-                rows += end - start
-                start = end
+                rows += chunk.num_rows or 0
 
-    def _check_file(self, name: str) -> tuple[list[int] | None, str, int, tuple[str, ...]]:
-        """Return cumulative rows and signature of a file, the rows of MAX_CHUNK_BYTES, and the
-        names of its classes.
+    def _cut(
+        self,
+        name: str,
+        ends: list[int] | None,
+        signature: tuple[int, str],
+        rows_per_chunk: int,
+        rows: int,
+    ) -> Iterator[SourceChunk]:
+        """Yield the chunks of a file, all with index 0, after `rows` rows of others."""
+        num_bytes, digest = signature
+        if ends is None:
+            yield SourceChunk(0, name, 0, sys.maxsize, 1, None, digest)
+            return
+        most = MAX_CHUNK_BYTES * ends[-1] // max(1, num_bytes) if ends else 0
+        start = 0
+        for end, following in zip(ends, [*ends[1:], None], strict=True):
+            grown = self.chunk_rows(rows_per_chunk, rows + start)
+            limit = max(rows_per_chunk, min(grown, most))
+            if following is not None and following - start <= limit:
+                continue
+            step = max(limit, -(-(end - start) // MAX_CHUNKS_PER_ROW_GROUP))
+            for first in range(start, end, step):
+                stop = min(first + step, end)
+                yield SourceChunk(0, name, first, stop, first + 1, stop - first, digest)
+            start = end
+
+    def _check_file(self, name: str) -> tuple[list[int] | None, tuple[str, ...]]:
+        """Return the cumulative rows of a file and the names of its classes.
 
         Raises DataError if it is damaged or lacks columns.
         """
@@ -149,9 +167,7 @@ class ParquetSource(Source):
             feature = self.features(name, schema)[self._label]
             if feature["_type"] == "ClassLabel":
                 class_names = tuple(class_name(str(each)) for each in feature["names"])
-        num_bytes, signature = file_signature(self.folder, name)
-        most = MAX_CHUNK_BYTES * ends[-1] // max(1, num_bytes) if ends else 0
-        return ends, signature, most, class_names
+        return ends, class_names
 
     def _set_class_names(self, names: tuple[str, ...]) -> None:
         """Set the names of a file. Raises DataError if another file has other ones, because its

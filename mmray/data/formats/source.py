@@ -39,7 +39,7 @@ from mmray.data.rows import (
     source_columns,
 )
 from mmray.errors import DataError, UsageError, suggest
-from mmray.storage.paths import AnyPath, list_files, open_sequential
+from mmray.storage.paths import AnyPath, RemotePath, list_files, list_stats, open_sequential
 
 # With `Source.grows`, chunks are larger than `rows_per_chunk` after so many of them: 100 million
 # rows are 10,000 chunks.
@@ -139,6 +139,9 @@ class Source(ABC):
             few; False until the caller sets it.
         earlier: Chunks of an earlier scan with the same settings; () until the caller sets it. A
             format whose files grow at the end ends chunks where these end, so that they stay.
+        num_complete: How many of these, from the first, are all chunks of a scan, not only those
+            that were packed before an interruption.
+        earlier_class_names: `class_names` of that scan.
         roots: `prepare.root`, further folders in which files may be; () until the caller sets it.
         title: Name of the format in messages.
         reads_file: Whether a source of this format may be a single file.
@@ -183,6 +186,8 @@ class Source(ABC):
         self.roots: tuple[str, ...] = ()  # `prepare.root`
         self.grows = False
         self.earlier: Sequence[SourceChunk] = ()
+        self.num_complete = 0
+        self.earlier_class_names: tuple[str, ...] = ()
         self.split_rows: Counter[str] = Counter()
         self.ignored: Counter[str] = Counter()
         self.unread: list[str] = []
@@ -257,6 +262,24 @@ class Source(ABC):
     def names(self) -> list[str]:
         """Return the sorted paths of the files of the source, relative to its folder."""
         return self.files_with_suffix(self.suffixes)
+
+    def signatures(self, names: list[str]) -> dict[str, tuple[int, str]]:
+        """Return the size of each file of the source, and a digest of its name, size and
+        modification time. Files of a folder on a store are listed, not asked for one by one.
+        """
+        listed = {}
+        if isinstance(self.folder, RemotePath) and not self.name:
+            listed = list_stats(self.folder)
+        stats = {name: listed.get(name) or (self.folder / name).stat() for name in names}
+        return {name: (stat.st_size, _signature(name, stat)) for name, stat in stats.items()}
+
+    def earlier_chunks(self, signatures: Mapping[str, tuple[int, str]]) -> dict[str, list[Any]]:
+        """Return the chunks of an earlier complete scan of the files that are the same by name."""
+        chunks: dict[str, list[SourceChunk]] = {}
+        for chunk in self.earlier[: self.num_complete]:
+            if signatures.get(chunk.file, (0, ""))[1] == chunk.signature:
+                chunks.setdefault(chunk.file, []).append(chunk)
+        return chunks
 
     def splits(self, names: list[str]) -> dict[str, str | None]:
         """Return the split of each file by the names of files and folders.
@@ -491,16 +514,13 @@ def changed_error(file: str) -> DataError:
     return DataError(f"{file} changed while it was read: run the same command again")
 
 
-def file_signature(folder: AnyPath, name: str) -> tuple[int, str]:
-    """Return the size of a file, and a digest of its name, size and modification time."""
-    stat = (folder / name).stat()
-    signature = hashlib.sha256(repr((name, stat.st_size, stat.st_mtime_ns)).encode()).hexdigest()
-    return stat.st_size, signature
+def _signature(name: str, stat: Any) -> str:
+    return hashlib.sha256(repr((name, stat.st_size, stat.st_mtime_ns)).encode()).hexdigest()
 
 
 def check_unchanged(folder: AnyPath, chunk: SourceChunk) -> None:
     """Raise DataError if the file of a chunk changed after it was scanned."""
-    if file_signature(folder, chunk.file)[1] != chunk.signature:
+    if _signature(chunk.file, (folder / chunk.file).stat()) != chunk.signature:
         raise changed_error(chunk.file)
 
 

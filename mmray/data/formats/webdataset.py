@@ -29,7 +29,6 @@ from mmray.data.formats.source import (
     Source,
     SourceChunk,
     check_unchanged,
-    file_signature,
     is_about_the_data,
     is_hidden,
     read_head,
@@ -58,7 +57,7 @@ from mmray.data.rows import (
 )
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, RemotePath, open_sequential
-from mmray.storage.requests import iter_parallel
+from mmray.storage.requests import parallel_map
 
 TarMember = ImageRef  # has `data`; also used for texts and JSON
 Sample = dict[str, TarMember | BadRow]  # members by extension; a bad one rejects its sample
@@ -111,9 +110,11 @@ class WebDatasetSource(Source):
         names = self.names()
         self.class_names = self._listed_classes
         splits = self.splits(names)
+        signatures = self.signatures(names)
+        earlier = self.earlier_chunks(signatures)
+        parallel_map(self._check_tar, [name for name in names if name not in earlier])
         index = 0
-        tars = iter_parallel(self._check_tar, names)
-        for name, (size, signature) in zip(names, tars, strict=True):
+        for name, (size, signature) in signatures.items():
             count = 1 if isinstance(self.folder, RemotePath) else size // _CHUNK_BYTES
             count = max(1, min(count, _MAX_CHUNKS))
             for start, stop in pairwise(size * number // count for number in range(count + 1)):
@@ -135,11 +136,10 @@ class WebDatasetSource(Source):
         path = self.folder / _TYPE_FILE
         return path.is_file() and path.read_text().strip().lower() == "retrieval"
 
-    def _check_tar(self, name: str) -> tuple[int, str]:
-        """Return the size and the signature of a tar. Raises DataError if it is compressed."""
+    def _check_tar(self, name: str) -> None:
+        """Raise DataError if a tar is compressed."""
         if read_head(self.folder, name).startswith(b"\x1f\x8b"):
             raise DataError(f"{self.folder / name} is gzip: unpack it first with `gunzip {name}`")
-        return file_signature(self.folder, name)
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
         samples = _group_samples(_iter_members(self.folder, chunk))

@@ -252,9 +252,11 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     _remove_files(out, lambda name: name.endswith(outdated), ("", SHARDS, CHUNK_RECORDS))
     before = existing = read_manifest(out)
     earlier = read_records(out, job.digest)
+    earlier_chunks = [earlier[index].chunk for index in sorted(earlier)]
     source, chunks, first_rows = preview.understand(
         job,
-        [earlier[index].chunk for index in sorted(earlier)],
+        [earlier[index] for index in sorted(earlier)],
+        before.source["num_chunks"] if before and _has_chunks(before, job, earlier_chunks) else 0,
         lambda rows: progress(PrepareProgress("scan", rows, 0)),
     )
     total = preview.count_rows(chunks)
@@ -380,8 +382,7 @@ def _is_continued(before: Manifest, job: PrepareJob, chunks: list[SourceChunk]) 
 
     Raises UsageError if that set was made from another source.
     """
-    previous_identity = _source_identity(job, chunks[: before.source["num_chunks"]])
-    if previous_identity.items() <= before.source.items():
+    if _has_chunks(before, job, chunks):
         return True
     name = before.source["name"]
     other = job.source.display_name
@@ -390,6 +391,12 @@ def _is_continued(before: Manifest, job: PrepareJob, chunks: list[SourceChunk]) 
             f"{job.out} holds the set made from {name}: choose another folder for {other}"
         )
     return False
+
+
+def _has_chunks(before: Manifest, job: PrepareJob, chunks: list[SourceChunk]) -> bool:
+    """Return whether the first of these chunks are those of an earlier set."""
+    identity = _source_identity(job, chunks[: before.source["num_chunks"]])
+    return identity.items() <= before.source.items()
 
 
 def _build_manifest(

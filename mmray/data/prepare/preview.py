@@ -54,14 +54,16 @@ class _ExampleRepr(reprlib.Repr):
 
 def understand(
     job: PrepareJob,
-    earlier: Sequence[SourceChunk],
+    earlier: Sequence[Record],
+    num_complete: int,
     on_rows: Callable[[int], None],
 ) -> tuple[Source, list[SourceChunk], list[RawRow]]:
     """Scan a source.
 
     Args:
         job: Its output folder must exist, because some formats write a list of files.
-        earlier: Chunks of an earlier prepare with the same settings.
+        earlier: Records of an earlier prepare with the same settings, in order.
+        num_complete: `Source.num_complete` of their chunks.
         on_rows: Called with the number of rows that were scanned so far; 0 at the start.
 
     Returns:
@@ -75,7 +77,10 @@ def understand(
     on_rows(0)  # some formats list all files before the first chunk
     chunks: list[SourceChunk] = []
     rows = 0
-    source.earlier = earlier
+    source.earlier = [record.chunk for record in earlier]
+    source.num_complete = num_complete
+    if earlier and earlier[0].labels is None:  # otherwise these are no names of the source
+        source.earlier_class_names = tuple(earlier[0].class_names)
     for chunk in source.scan(job.rows_per_shard):
         chunks.append(chunk)
         rows += chunk.num_rows or 0
