@@ -99,7 +99,8 @@ def is_current(
 ) -> bool:
     """Return whether packing a chunk again would give the same result, if its media did not change.
 
-    That is so if its lines, the settings and the files of shards are unchanged. False also if a row
+    That is so if its lines, the settings and the files of shards are unchanged; classes may have
+    other numbers. False also if a row
     could not be read for a reason that may be temporary (a network file system); with `job.retry`
     if any row could not be read or decoded.
 
@@ -111,13 +112,23 @@ def is_current(
     columns = f"{COLUMNS_DIR}/{KEPT}/{record.columns_file}"
     return (
         record.job == job.digest
-        and record.class_names == list(job.class_names)
+        and _has_known_classes(record, job)
         and record.chunk == chunk
         and "unreadable" not in record.reasons
         and not set(retried_stages) & set(record.stages)
         and all(sizes.get(shard.file) == shard.num_bytes for shard in record.shards)
         and (record.columns_file is None or columns in sizes)
     )
+
+
+def _has_known_classes(record: Record, job: PrepareJob) -> bool:
+    """Return whether the labels of a record are still names, or still numbers, and its names those
+    of classes of the set.
+    """
+    names = [*job.class_names]
+    if record.class_names == names[: len(record.class_names)]:
+        return bool(record.class_names) == bool(names)
+    return set(record.class_names) <= set(names)
 
 
 def changed_chunks(records: Sequence[Record], job: PrepareJob) -> list[int]:

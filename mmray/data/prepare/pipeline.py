@@ -460,7 +460,7 @@ def _pack(
                 job.settings.max_bad_fraction, total
             ):
                 break
-    return PackedRows(job.out, [done[index] for index in sorted(done)])
+    return PackedRows(job.out, [done[index] for index in sorted(done)], job.class_names)
 
 
 def _current_records(

@@ -53,6 +53,7 @@ MAX_ROWS = 1 << 19  # of a set for whose rows the driver does the work of tasks
 MAX_FOLDED = 1000  # records of such a file
 FOLD_BYTES = 256 << 20  # its size
 _SUMMARIES = b"records"
+_NOT_STORED: dict[str, Any] = {"dropped": (), "labels": ()}
 
 
 Fold = tuple[str, list["Record"]]  # a file and its records
@@ -76,7 +77,7 @@ class Record:
 
     Attributes:
         job: `digest()` of the PrepareJob that packed it.
-        class_names: Names of the labels 0, 1, ...
+        class_names: Names of the labels 0, 1, ... in its shards: of the set when it was packed.
         labels: Its labels, if they were read to find the names.
         num_rows: Number of its rows, including the bad ones.
         reasons: Number of bad rows by reason.
@@ -143,7 +144,7 @@ def read_summaries(out: AnyPath, file: str) -> list[Record]:
 def _to_record(values: dict[str, Any], file: str, batch: int) -> Record:
     # An array, because a large set has millions of offsets.
     shards = [
-        Shard(**each | {"dropped": (), "offsets": np.array(each["offsets"], np.int64)})
+        Shard(**each | _NOT_STORED | {"offsets": np.array(each["offsets"], np.int64)})
         for each in values["shards"]
     ]
     chunk = SourceChunk(**values["chunk"])
@@ -248,10 +249,12 @@ class PackedRows:
 
     Attributes:
         records: The record of each chunk, in source order.
+        class_names: Names of the classes of the set, of which each record may know some.
     """
 
     out: AnyPath
     records: Sequence[Record]
+    class_names: Sequence[str] = ()
 
     @cached_property
     def starts(self) -> np.ndarray:
@@ -260,8 +263,15 @@ class PackedRows:
 
     @cached_property
     def shards(self) -> list[Shard]:
-        """The shards of all records."""
-        return [shard for record in self.records for shard in record.shards]
+        """The shards of all records, with the classes of their labels."""
+        shards = []
+        number_of = {name: number for number, name in enumerate(self.class_names)}
+        for record in self.records:
+            labels: tuple[int, ...] = ()
+            if record.class_names != [*self.class_names[: len(record.class_names)]]:
+                labels = tuple(number_of[name] for name in record.class_names)
+            shards += [replace(shard, labels=labels) for shard in record.shards]
+        return shards
 
     @cached_property
     def first_shards(self) -> np.ndarray:

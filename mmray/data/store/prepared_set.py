@@ -57,8 +57,8 @@ class PreparedSet:
         shuffle_block: Number of adjacent rows that the cache fetches at once.
         captions: Relative frequency, by column of the source, with which training takes its texts;
             texts of other columns are not used. None: all texts, equally often.
-        label_numbers: Label that rows get by the one that is stored, UNKNOWN_CLASS without an
-            entry; negative ones stay. None: the stored one.
+        label_numbers: Label that rows get by their class in the set, UNKNOWN_CLASS without an
+            entry; negative ones stay. None: the class.
 
     Attributes:
         table: The shards of the full set.
@@ -133,7 +133,7 @@ class PreparedSet:
         return replace(self, captions=weights)
 
     def with_label_numbers(self, numbers: Mapping[int, int]) -> PreparedSet:
-        """Return this set with a new label for each stored one; labels without an entry that are
+        """Return this set with a new label for each class; labels without an entry that are
         not negative become UNKNOWN_CLASS.
         """
         return replace(self, label_numbers=numbers)
@@ -294,7 +294,7 @@ class PreparedSet:
                 file = self.table.file_name(request.shard)
                 raise ValueError(f"{file}: {error}") from None
             for index, value in zip(request.indices, values, strict=True):
-                out[index] = self._to_row(value) if column is None else value[column]
+                out[index] = self._to_row(value, request.shard) if column is None else value[column]
 
         requests = list(self._requests(rows))
         try:
@@ -313,8 +313,11 @@ class PreparedSet:
             self._shard_reader.for_each_record_batch(requests, fill, refresh=True)
         return out
 
-    def _to_row(self, values: dict[str, Any]) -> Row:
+    def _to_row(self, values: dict[str, Any], shard: int) -> Row:
         row = to_row(values)
+        labels = self.table.labels(shard)
+        if row.label is not None and 0 <= row.label < len(labels):
+            row.label = int(labels[row.label])
         if self.label_numbers is not None and row.label is not None and row.label >= 0:
             row.label = self.label_numbers.get(row.label, UNKNOWN_CLASS)
         return row if self.captions is None else row.with_captions(self.captions)

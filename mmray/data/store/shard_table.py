@@ -30,6 +30,7 @@ _SCHEMA = pa.schema(
         pa.field("sha256", pa.string(), nullable=False),
         pa.field("dropped", pa.list_(pa.int64()), nullable=False),
         pa.field("offsets", pa.list_(pa.int64()), nullable=False),
+        pa.field("labels", pa.list_(pa.int64()), nullable=False),
     ]
 )
 
@@ -47,6 +48,8 @@ class Shard:
         dropped: Numbers of the rows in the file that are not part of the set (duplicates and
             contaminated rows).
         offsets: Byte offset of each Arrow record batch and of the end of the last one.
+        labels: Class in the set of each label of the file, because classes are numbered by their
+            names in the whole set; empty: they are the same.
     """
 
     file: str
@@ -56,6 +59,7 @@ class Shard:
     sha256: str
     dropped: tuple[int, ...] = ()
     offsets: tuple[int, ...] = ()
+    labels: tuple[int, ...] = ()
 
     @property
     def num_kept(self) -> int:
@@ -150,21 +154,28 @@ class ShardTable:
 
     Args:
         data: An Arrow IPC file with one record batch, a row per shard, with the columns `file`,
-            `split`, `num_rows`, `num_bytes`, `sha256`, `dropped` and `offsets`.
+            `split`, `num_rows`, `num_bytes`, `sha256`, `dropped`, `offsets` and `labels`, which
+            earlier versions lack.
         file: Where the data is from, to read it again after unpickling; None: it is pickled.
     """
 
     def __init__(self, data: pa.Buffer, file: MappedFile | None = None) -> None:
         reader = pa.ipc.open_file(data)
-        if not reader.schema.equals(_SCHEMA):
+        columns: pa.RecordBatch = reader.get_batch(0)
+        if "labels" not in reader.schema.names:
+            columns = columns.append_column(
+                _SCHEMA.field("labels"), _list_array([[]] * len(columns))
+            )
+        if not columns.schema.equals(_SCHEMA):
             raise ValueError("the table of shards has other columns")
         self.data = data
         self.file = file
-        self._columns: pa.RecordBatch = reader.get_batch(0)
+        self._columns = columns
         self.num_rows = np.from_dlpack(self._columns["num_rows"])
         self.num_bytes = np.from_dlpack(self._columns["num_bytes"])
         self._dropped = _List(self._columns["dropped"])
         self._offsets = _List(self._columns["offsets"])
+        self._labels = _List(self._columns["labels"])
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.file is not None:
@@ -185,13 +196,14 @@ class ShardTable:
                 digest, dropped rows and byte offsets.
         """
         rows = list(shards)
-        names = [field.name for field in _SCHEMA if field.name not in ("dropped", "offsets")]
+        names = [field.name for field in _SCHEMA if not pa.types.is_list(field.type)]
         columns = [
             pa.array([vars(shard)[name] for shard in rows], _SCHEMA.field(name).type)
             for name in names
         ]
-        columns.append(_list_array([np.array(shard.dropped, np.int64) for shard in rows]))
-        columns.append(_list_array([np.array(shard.offsets, np.int64) for shard in rows]))
+        columns.append(_list_array([shard.dropped for shard in rows]))
+        columns.append(_list_array([shard.offsets for shard in rows]))
+        columns.append(_list_array([shard.labels for shard in rows]))
         return cls(_write_table(columns))
 
     def write(self, folder: AnyPath) -> MappedFile:
@@ -242,6 +254,7 @@ class ShardTable:
             self.sha256(number),
             tuple(self.dropped(number).tolist()),
             tuple(self.offsets(number).tolist()),
+            tuple(self.labels(number).tolist()),
         )
 
     def __eq__(self, other: object) -> bool:
@@ -278,6 +291,10 @@ class ShardTable:
         """Return the byte offsets of the record batches of a shard, int64 [batches + 1]."""
         return self._offsets[number]
 
+    def labels(self, number: int) -> np.ndarray:
+        """Return `Shard.labels` of a shard, int64."""
+        return self._labels[number]
+
     def fingerprint(self, numbers: np.ndarray) -> str:
         """Return a hex digest of the rows of some shards, in order.
 
@@ -288,7 +305,8 @@ class ShardTable:
         splits = self._columns["split"].to_pylist()
         for number in numbers.tolist():
             dropped = tuple(self.dropped(number).tolist())
-            digest.update(f"{self.sha256(number)} {splits[number]} {dropped}\n".encode())
+            labels = self.labels(number).tolist() or ""
+            digest.update(f"{self.sha256(number)} {splits[number]} {dropped}{labels}\n".encode())
         return digest.hexdigest()
 
 
@@ -315,7 +333,7 @@ class _List:
         return self.values[self._ends[number] : self._ends[number + 1]]
 
 
-def _list_array(lists: Sequence[np.ndarray]) -> pa.ListArray:
+def _list_array(lists: Sequence[Sequence[int] | np.ndarray]) -> pa.ListArray:
     ends = np.cumsum([0, *(len(each) for each in lists)]).astype(np.int32)
-    values = np.concatenate([np.zeros(0, np.int64), *lists])
+    values = np.concatenate([np.array(each, np.int64) for each in ([], *lists)])
     return pa.ListArray.from_arrays(pa.array(ends), pa.array(values))

@@ -6,12 +6,14 @@ Most tests pack in this process, without Ray; the last ones run the Ray Data job
 import io
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import tarfile
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +29,7 @@ from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.pack import pack_chunk
 from mmray.data.prepare.pipeline import ensure_prepared, prepare
 from mmray.data.prepare.tasks import MAX_ATTEMPTS
-from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.prepared_set import UNKNOWN_CLASS, PreparedSet
 from mmray.errors import DataError, MmrayError, ResourceError, TrainingError, UsageError
 from tests.made import encode, row, write_set
 
@@ -257,9 +259,17 @@ def test_labels_of_packed_chunks_are_not_read_again(tmp_path, in_process, run, m
     make_source(tmp_path / "raw", 2, start=8, label="cat")
     assert run().class_names == ("cat", "dog") and seen[2:] == [2] == in_process[2:]
     make_source(tmp_path / "raw", 2, start=10, label="ant")  # changes the numbers of all
-    assert run().class_names == ("ant", "cat", "dog") and in_process[3:] == [0, 1, 2, 3]
-    labels = [row.label for row in PreparedSet.open(str(tmp_path / "out")).read(np.arange(12))]
-    assert labels == [1] * 4 + [2] * 4 + [1] * 2 + [0] * 2
+    grown = run()
+    assert grown.class_names == ("ant", "cat", "dog") and in_process[3:] == [3]
+    prepared = PreparedSet.open(str(tmp_path / "out"))
+    expected = [1] * 4 + [2] * 4 + [1] * 2 + [0] * 2
+    pickled = pickle.loads(pickle.dumps(prepared))
+    for each in (prepared, prepared.with_shards(prepared.shards), pickled):
+        assert [row.label for row in each.read(np.arange(12))] == expected
+    of_run = prepared.with_label_numbers({0: 7, 1: 8})
+    assert [row.label for row in of_run.read(np.array([0, 5, 11]))] == [8, UNKNOWN_CLASS, 7]
+    as_stored = prepared.with_shards(tuple(replace(each, labels=()) for each in prepared.shards))
+    assert as_stored.fingerprint != prepared.fingerprint
 
 
 def test_interrupted_prepare_gives_the_same_files(tmp_path, in_process, run):

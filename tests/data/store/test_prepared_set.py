@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from mmray.data.store import shard_reader
@@ -159,6 +160,20 @@ def test_unusable_set_is_a_data_error_with_the_fix(tmp_path):
         manifest.write_bytes(data)
         with pytest.raises(DataError, match=message):
             PreparedSet.open(str(tmp_path / "set"))
+
+
+def test_table_of_shards_without_labels_is_read():
+    shard = Shard("0.arrow", None, 4, 9, "digest", (1,), (0, 5))
+    table = ShardTable.from_shards([shard])
+    batch = pa.ipc.open_file(table.data).get_batch(0)
+    stream = pa.BufferOutputStream()
+    older = batch.select([name for name in batch.schema.names if name != "labels"])
+    with pa.ipc.new_file(stream, older.schema) as writer:
+        writer.write_batch(older)
+    read = ShardTable(stream.getvalue())
+    assert list(read) == [shard]
+    assert read.fingerprint(np.arange(1)) == table.fingerprint(np.arange(1))
+    assert read.with_dropped({0: np.array([2, 3])})[0] == replace(shard, dropped=(2, 3))
 
 
 @pytest.mark.parametrize("kind", ["disk", "memory"])
