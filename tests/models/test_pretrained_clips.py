@@ -66,7 +66,7 @@ def spec_of(folders: dict[str, Path], audio: str, rate: int, **inputs: Any) -> T
     settings = {"image_side": SIDE, "max_tokens": 6, "clip_s": 1.5, "frames": FRAMES}
     return Towers(
         inputs=ClipInputs(**settings | {"audio_rate": rate} | inputs),
-        text=recipe_models.TOWERS["text"],
+        **recipe_models.TOWERS,
         audio=AudioTower(weights=str(folders[audio])),
         video=FrameTransformer(depth=0),
         embed_dim=8,
