@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,10 +81,11 @@ def source(tmp_path_factory) -> Path:
     return folder / "rows.jsonl"
 
 
-@pytest.fixture
-def prepared(source, tmp_path, forked_children) -> str:
-    prepare(str(source), str(tmp_path / "set"), Prepare())
-    return str(tmp_path / "set")
+@pytest.fixture(scope="module")
+def prepared(source, forked_children) -> str:
+    folder = str(source.with_name("set"))
+    prepare(str(source), folder, Prepare())
+    return folder
 
 
 def pairs(model: Vlm, folder: str, weights: Any) -> list[Any]:
@@ -177,10 +179,11 @@ def run(config: Config) -> list[dict[str, Any]]:
     return lines(train(config, Silent(), local=True).path)
 
 
-@pytest.fixture
-def scored(folder_of, prepared) -> str:
-    api.score(prepared, folder_of("qwen3_vl"), reporter=Silent())
-    return prepared
+@pytest.fixture(scope="module")
+def scored(folder_of, prepared, tmp_path_factory) -> str:
+    folder = str(shutil.copytree(prepared, tmp_path_factory.mktemp("scored") / "set"))
+    api.score(folder, folder_of("qwen3_vl"), reporter=Silent())
+    return folder
 
 
 def test_run_starts_at_the_reference_and_learns_the_same_in_any_micro_batches(
@@ -267,6 +270,7 @@ def test_set_without_the_columns_of_the_run_is_refused_by_name(
     folder_of, prepared, tmp_path
 ) -> None:
     weights = folder_of("qwen3_vl")
+    prepared = str(shutil.copytree(prepared, tmp_path / "set"))
     with pytest.raises(MmrayError, match=f"run mmray score {prepared} --weights {weights}"):
         run(config_of(weights, prepared, tmp_path / "a"))
     api.score(prepared, weights, reporter=Silent())
