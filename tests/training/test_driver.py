@@ -1,11 +1,19 @@
-"""A complete run on Ray, and the same command again; tests/cluster has runs of several workers."""
+"""A complete run on Ray, the same command again, and a run whose checkpoints are evaluated beside
+training; tests/cluster has runs of several workers.
+"""
 
 import json
 
 import pytest
 
+import mmray
+from mmray.engine.checkpoint import files
+from mmray.errors import UsageError
 from mmray.training.driver import train
-from tests.training.runs import STEPS, Silent, config, make_data, marks
+from mmray.training.validate import unsupported_reasons
+from tests.training.runs import STEPS, Silent, config, lines, make_data, marks
+
+EVALUATED = [3, 6, 9, 12]  # all checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -13,10 +21,14 @@ def data(tmp_path_factory):
     return make_data(tmp_path_factory.mktemp("set"))
 
 
-def one_worker(data, folder):
+def one_worker(data, folder, name="calm", every=3, **evaluate):
     trackers = ("tests.training.trackers:Keeping", "tests.training.trackers:Failing")
-    wanted = config(data, folder, "calm").with_cluster(workers=1, cpus_per_worker=1)
-    return wanted.replace(run=wanted.run.replace(trackers=trackers))
+    wanted = config(data, folder, name, keep_checkpoints=9)
+    wanted = wanted.with_cluster(workers=1, cpus_per_worker=1)
+    return wanted.replace(
+        run=wanted.run.replace(trackers=trackers),
+        evaluate=wanted.evaluate.replace(every=every, **evaluate),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +90,50 @@ def test_same_command_reports_finished_run(unkilled, local_ray, data):
     outcome, _ = unkilled
     again = train(one_worker(data, outcome.path.parent), Silent())
     assert again.already_done and again.result["steps"] == STEPS
+
+
+def evaluated(path):
+    """Metrics of the evaluations by step."""
+    return {
+        line["step"]: {name: each for name, each in line.items() if name.startswith("evaluate/")}
+        for line in mmray.Run(path).history
+        if any(name.startswith("evaluate/") for name in line)
+    }
+
+
+def test_metrics_and_best_beside_training_equal_those_in_training(unkilled, data, tmp_path):
+    inside, _ = unkilled
+    reporter = Silent()
+    beside = train(one_worker(data, tmp_path, every=0, where="beside"), reporter)
+    assert marks(beside.path) == marks(inside.path)
+    losses = [[line["train/loss"] for line in lines(each.path)] for each in (inside, beside)]
+    assert losses[0] == losses[1] and len(losses[0]) == STEPS
+    assert not any("evaluate/loss" in line for line in lines(beside.path))
+    expected = evaluated(inside.path)
+    found = evaluated(beside.path)
+    assert list(found) == list(expected) == EVALUATED
+    for step in EVALUATED:
+        assert found[step] == pytest.approx(expected[step], rel=1e-5), step
+    best = beside.result["best"]
+    assert best["step"] == inside.result["best"]["step"]
+    assert best["score"] == pytest.approx(inside.result["best"]["score"])
+    assert beside.result["scores"] == pytest.approx(inside.result["scores"], rel=1e-5)
+    assert beside.result["metrics"]["rows"] == inside.result["metrics"]["rows"]
+    record = mmray.Run(beside.path)
+    assert record.metrics["recall_at_1/mean"] == beside.result["scores"]["recall_at_1/mean"]
+    shown = f"held out {found[EVALUATED[0]]['evaluate/loss']:.4g} at the start"
+    assert shown in (beside.path / "report.html").read_text()
+    notes = [text for label, text in reporter.notes if label == "evaluate"]
+    assert len(notes) == len(EVALUATED) and all("recall@1" in text for text in notes)
+    # The best one is kept, although it has no metrics of its own.
+    files.prune(beside.path / "checkpoints", 1, f"evaluate/{best['metric']}")
+    kept = files.complete_steps(beside.path / "checkpoints")
+    assert kept == sorted({best["step"], STEPS})
+
+
+def test_settings_of_evaluation_beside_training_without_a_meaning_are_refused(data, tmp_path):
+    wanted = one_worker(data, tmp_path, "beside", every=2, where="beside")
+    assert any("set --train.checkpoint-every" in each for each in unsupported_reasons(wanted))
+    with pytest.raises(UsageError, match=r"evaluate\.where beside needs a Ray cluster"):
+        train(one_worker(data, tmp_path, "beside", every=0, where="beside"), Silent(), local=True)
+    assert not (tmp_path / "beside").exists()
