@@ -162,6 +162,7 @@ class StorageAway:
         # In this process of the worker. Between its check of the folder and its first write,
         # TensorBoard would create a folder that vanishes.
         mock.patch("torch.utils.tensorboard.SummaryWriter").start()
+        mock.patch("mmray.storage.outage.RETRY_EVERY_S", 0.1).start()
 
     def on_step(self, step, metrics):
         if step in (4, 10):
