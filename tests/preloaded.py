@@ -15,8 +15,11 @@ MODULES = (
     "mmray.bench.step",
     "mmray.training.workers.local",
     "mmray.engine.worker",
+    "mmray.evaluation.conversations",
+    "mmray.evaluation.evaluator",
     "torch._dynamo",
     "torch.distributed.fsdp",
+    "torch.utils.tensorboard",
     "transformers.models.clip.modeling_clip",
 )
 

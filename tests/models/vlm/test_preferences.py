@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -186,70 +187,69 @@ def scored(folder_of, prepared, tmp_path_factory) -> str:
     return folder
 
 
-def test_run_starts_at_the_reference_and_learns_the_same_in_any_micro_batches(
-    folder_of, scored, tmp_path
-) -> None:
+def lora(weights: Any, **objective: Any) -> dict[str, Any]:
+    """Sections of a run that trains adapters only."""
+    inputs = VlmInputs(max_tokens=200)
+    adapters = Lora(rank=4, targets=("*_proj",))
+    return {
+        "model": VlmConfig(weights=str(weights), inputs=inputs, lora=adapters),
+        "objective": Objective(kind="dpo", beta=BETA, **objective),
+        "optimizer": Optimizer(lr=1e-2, warmup_steps=0, freeze=("projector",)),
+    }
+
+
+@pytest.fixture(scope="module")
+def evaluated(folder_of, scored, tmp_path_factory):
+    """Config and lines of a run by its reference, evaluated on all rows at its end."""
     weights = folder_of("qwen3_vl")
-    whole = run(config_of(weights, scored, tmp_path / "whole"))
+
+    @cache
+    def run_with(reference: str) -> tuple[Config, list[dict[str, Any]]]:
+        own = lora(weights, reference=reference) if reference == "adapters_off" else {}
+        data = Data(train=scored, eval=scored, workers=1, shuffle=False)
+        evaluate = Evaluate(num_generations=0)
+        out = tmp_path_factory.mktemp(reference) / "run"
+        config = config_of(weights, scored, out, data=data, evaluate=evaluate, **own)
+        return config, run(config)
+
+    return run_with
+
+
+def test_run_starts_at_the_reference_and_learns_the_same_in_any_micro_batches(
+    folder_of, scored, evaluated, tmp_path
+) -> None:
+    _, whole = evaluated("reference")
     assert whole[0]["train/loss"] == pytest.approx(np.log(2), abs=1e-4)
     assert whole[0]["train/reward_margin"] == pytest.approx(0, abs=1e-4)
     assert whole[1]["train/loss"] != pytest.approx(np.log(2), abs=1e-3)
     by_tokens = Batch(global_=3, tokens=400)
-    divided = run(config_of(weights, scored, tmp_path / "divided", batch=by_tokens))
+    divided = run(config_of(folder_of("qwen3_vl"), scored, tmp_path / "divided", batch=by_tokens))
     for name in ("train/loss", "train/reward_margin", "train/reward_accuracy"):
         values = [[line[name] for line in each] for each in (whole, divided)]
         assert values[1] == pytest.approx(values[0], abs=1e-4)
 
 
-def test_adapters_off_equals_the_column(folder_of, scored, tmp_path) -> None:
+def test_adapters_off_equals_the_column(folder_of, scored, evaluated, tmp_path) -> None:
     weights = folder_of("qwen3_vl")
-    lora = VlmConfig(
-        weights=str(weights),
-        inputs=VlmInputs(max_tokens=200),
-        lora=Lora(rank=4, targets=("*_proj",)),
-    )
-    losses = []
-    for reference in ("reference", "adapters_off"):
-        objective = Objective(kind="dpo", beta=BETA, reference=reference)
-        optimizer = Optimizer(lr=1e-2, warmup_steps=0, freeze=("projector",))
-        out = tmp_path / reference
-        changed = config_of(
-            weights, scored, out, model=lora, objective=objective, optimizer=optimizer
-        )
-        losses.append([line["train/loss"] for line in run(changed)])
+    column = run(config_of(weights, scored, tmp_path / "column", **lora(weights)))
+    config, adapters_off = evaluated("adapters_off")
+    losses = [[line["train/loss"] for line in each] for each in (column, adapters_off)]
     assert losses[1] == pytest.approx(losses[0], abs=1e-4)
-    trained = changed.replace(optimizer=Optimizer(), run=Run(name="t", storage=str(tmp_path)))
+    trained = config.replace(optimizer=Optimizer(), run=Run(name="t", storage=str(tmp_path)))
     with pytest.raises(UsageError, match="are trained fully"):
         run(trained)
 
 
 @pytest.mark.parametrize("reference", ["reference", "adapters_off"])
-def test_held_out_rows_have_the_rewards_of_the_formula(
-    reference, folder_of, scored, tmp_path
-) -> None:
-    weights = folder_of("qwen3_vl")
-    held_out = Evaluate(num_generations=0)
-    data = Data(train=scored, eval=scored, workers=1, shuffle=False)
-    changes: dict[str, Any] = {
-        "objective": Objective(kind="dpo", beta=BETA, reference=reference),
-        "data": data,
-        "evaluate": held_out,
-        "train": Train(steps=1, log_every=1, precision="fp32"),
-    }
-    if reference == "adapters_off":
-        changes["model"] = VlmConfig(
-            weights=str(weights),
-            inputs=VlmInputs(max_tokens=200),
-            lora=Lora(rank=4, targets=("*_proj",)),
-        )
-        changes["optimizer"] = Optimizer(lr=1e-2, warmup_steps=0, freeze=("projector",))
-    config = config_of(weights, scored, tmp_path / "run", **changes)
-    last = run(config)[-1]
-    model: Any = load_model(*open_run(tmp_path / "run", None)[::2]).eval()
-    reader = ConversationReader(
-        PreparedSet.open(scored), config.model, 10**7, references=ReferenceLogProbs("adapters_off")
-    )
+def test_held_out_rows_have_the_rewards_of_the_formula(reference, scored, evaluated) -> None:
+    config, run_lines = evaluated(reference)
+    last = run_lines[-1]
+    folder = Path(config.run.storage) / config.run.name
+    model: Any = load_model(*open_run(folder, None)[::2]).eval()
     opened = PreparedSet.open(scored)
+    reader = ConversationReader(
+        opened, config.model, 10**7, references=ReferenceLogProbs("adapters_off")
+    )
     numbers = np.arange(len(ANSWERS))
     columns = opened.columns(numbers)
     rows = [
