@@ -448,12 +448,12 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
 def train_strategy(
     group: Group, objective: str, first: dict[str, Any] | None = None, **settings: Any
 ) -> dict[str, Any]:
-    """Eight steps under a strategy (the last six, from `first`): weights, losses, and the state
+    """Four steps under a strategy (the last two, from `first`): weights, losses, and the state
     after the second.
     """
     log, states, model = toy.Lines(), {}, toy.Branched(kind=objective).double()
     plan = SamplePlan(
-        num_rows=30, global_batch_size=12, world_size=group.world_size, seed=1, steps=8
+        num_rows=30, global_batch_size=12, world_size=group.world_size, seed=1, steps=4
     )
     if settings.get("parallel") == "branches":
         place_branches(model, group.device)
@@ -474,7 +474,7 @@ def train_strategy(
         state_io.load, save_checkpoint(Path(tempfile.mkdtemp()), 2, first, {})
     )
     toy.run(model, plan, group, stored, 2 if first else 0, micro=3, **options)
-    weights = torch.cat([tensor.flatten() for tensor in states[8]["model"].values()])
+    weights = torch.cat([tensor.flatten() for tensor in states[4]["model"].values()])
     return {"weights": weights, "losses": log.of("train/loss"), "state": states.get(2)}
 
 
