@@ -173,8 +173,9 @@ def s3(s3_server, tmp_path, monkeypatch):
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """Run the tests of a file in one process. Of two processes, one takes files from the start of
-    the order below and one from its end, so that only one starts Ray and only one a fork server.
+    """Run the tests of a file in one process. One process takes files from the start of the order
+    below, one from its end and others from its middle, so that only one starts Ray and only one a
+    fork server.
 
     Tests marked `cluster` start their own Ray, so files of those are taken from the start only.
     """
@@ -183,13 +184,14 @@ def pytest_xdist_make_scheduler(config, log):
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    class FromBothEnds(LoadFileScheduling):
+    class FromEndsAndMiddle(LoadFileScheduling):
         def _assign_work_unit(self, node):
-            if self.nodes.index(node) % 2:
-                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+            files = list(self.workqueue)
+            index = {0: 0, 1: -1}.get(self.nodes.index(node), len(files) // 2)
+            self.workqueue.move_to_end(files[index], last=False)
             super()._assign_work_unit(node)
 
-    return FromBothEnds(config, log)
+    return FromEndsAndMiddle(config, log)
 
 
 fixtures_of_file = defaultdict(set)
@@ -213,8 +215,10 @@ def pytest_collection_modifyitems(items):
 
     def rank(item):
         folder = item.path.relative_to(ROOT / "tests").parts[0]
-        forks = folder == "engine" or "forked_children" in fixtures_of_file[item.path]
-        return -limits_s[item.path], uses_ray(item), not forks, folder == "data"
+        used = fixtures_of_file[item.path]
+        forks = folder == "engine" or "forked_children" in used
+        ranks = used & {"two", "four"}  # of the session, so in one process
+        return -limits_s[item.path], uses_ray(item), not ranks, not forks, folder == "data"
 
     items.sort(key=rank)
 
