@@ -214,11 +214,11 @@ def pytest_collection_modifyitems(items):
         fixtures_of_file[item.path].update(item.fixturenames)
 
     def rank(item):
-        folder = item.path.relative_to(ROOT / "tests").parts[0]
         used = fixtures_of_file[item.path]
-        forks = folder == "engine" or "forked_children" in used
         ranks = used & {"two", "four"}  # of the session, so in one process
-        return -limits_s[item.path], uses_ray(item), not ranks, not forks, folder == "data"
+        forks = ranks or "forked_children" in used or hasattr(item.module, "spawn_ranks")
+        in_data = item.path.is_relative_to(ROOT / "tests" / "data")
+        return -limits_s[item.path], uses_ray(item), not ranks, not forks, in_data
 
     items.sort(key=rank)
 

@@ -187,20 +187,21 @@ def test_data_process_encodes_without_torch(folder_of):
     assert int(peak_kib) < 300_000
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", OMNI[0]])
-def test_driver_inspects_processor_without_importing_transformers(folder_of, family):
+def test_driver_inspects_processor_without_importing_transformers(folder_of):
     """They take seconds, which the worker needs for its own imports."""
     code = (
         "import sys\n"
         "from mmray.data.vlm.token_counter import ProcessorCounter\n"
-        "counter = ProcessorCounter(sys.argv[1], {'frames': 4})\n"
-        "print(counter.encoder_digest, counter.search.digest)\n"
+        "for folder in sys.argv[1:]:\n"
+        "    counter = ProcessorCounter(folder, {'frames': 4})\n"
+        "    print(counter.encoder_digest, counter.search.digest)\n"
         "print(sorted({'torch', 'transformers'} & sys.modules.keys()))\n"
     )
-    command = [sys.executable, "-c", code, str(folder_of(family))]
-    digests, imported = subprocess.check_output(command, text=True).splitlines()
-    here = ProcessorCounter(str(folder_of(family)), {"frames": 4})
-    assert digests == f"{here.encoder_digest} {here.search.digest}"
+    folders = [str(folder_of(family)) for family in ("qwen3_vl", OMNI[0])]
+    command = [sys.executable, "-c", code, *folders]
+    *digests, imported = subprocess.check_output(command, text=True).splitlines()
+    here = [ProcessorCounter(folder, {"frames": 4}) for folder in folders]
+    assert digests == [f"{each.encoder_digest} {each.search.digest}" for each in here]
     assert imported == "[]"
 
 
