@@ -73,7 +73,8 @@ class SourceChunk:
         start: First byte of a text file, or first row of a Parquet or Arrow file, from 0; of a tar
             the byte from which its samples start.
         stop: The byte or row after the last.
-        first_line: Number of its first line or row in the file, from 1, for messages.
+        first_line: Number of its first line or row in the file, from 1, for messages; 1 if their
+            number is not known before.
         num_rows: Number of rows; None: only known after reading, as of a tar.
         signature: Hex digest that shows whether the source changed: of the bytes of a text file,
             otherwise of name, size and time.
@@ -89,12 +90,17 @@ class SourceChunk:
     signature: str
     split: str | None = None
 
+    def __str__(self) -> str:
+        place = f"byte {self.start}" if self.num_rows is None else f"row {self.first_line}"
+        return f"{self.file} from {place}"
+
 
 class RawRow(NamedTuple):
     """A parsed row of a source before validation.
 
     Attributes:
-        line: Number of the row in its file, from 1, which orders the rows of a chunk.
+        line: Number of the row in its file, from 1, which orders the rows of a chunk; of a tar in
+            the chunk.
         location: `file:line`, for messages.
         values: A BadRow if the row could not be parsed, otherwise a dict of the columns that it
             has: `id` or `key`, `image`, `images` or `image_path`, `text` or `texts`, `label`,

@@ -142,8 +142,8 @@ class WebDatasetSource(Source):
             raise DataError(f"{self.folder / name} is gzip: unpack it first with `gunzip {name}`")
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
-        samples = _group_samples(_iter_members(self.folder, chunk))
-        extensions: dict[str, frozenset[str]] = {}  # extensions in earlier samples, by their name
+        extensions: dict[str, set[str]] = {}  # extensions in earlier samples, by their name
+        samples = _group_samples(_iter_members(self.folder, chunk, extensions))
         for number, (stem, sample) in enumerate(samples, 1):
             before = extensions.get(stem)
             if before is not None and before.isdisjoint(sample):
@@ -153,7 +153,7 @@ class WebDatasetSource(Source):
                     "`mkdir t && tar -xf OLD -C t && tar --sort=name -cf NEW -C t .`"
                 )
             if len(extensions) < _MAX_COMPARED_SAMPLES:
-                extensions[stem] = frozenset(sample)
+                extensions[stem] = {*sample}
             bad = next((each for each in sample.values() if isinstance(each, BadRow)), None)
             yield number, f"{chunk.file}/{stem}", bad or sample
         check_unchanged(self.folder, chunk)
@@ -247,16 +247,18 @@ def _image_members(members: dict[str, TarMember]) -> list[TarMember]:
     return [member for _, member in sorted(numbered, key=itemgetter(0))]
 
 
-def _iter_members(folder: AnyPath, chunk: SourceChunk) -> Iterator[tuple[str, TarMember | BadRow]]:
+def _iter_members(
+    folder: AnyPath, chunk: SourceChunk, extensions: dict[str, set[str]]
+) -> Iterator[tuple[str, TarMember | BadRow]]:
     """Yield the members of the samples of a chunk with their bytes in one pass; a BadRow is last if
-    the tar is truncated in it.
+    the tar is truncated in it. The extensions in samples before the chunk are added to those.
     """
     last = "its beginning"
     name = chunk.file
     with open_sequential(folder / name) as raw:
         start, stop = 0, None
         if not isinstance(folder, RemotePath):
-            start, stop = _sample_range(raw, chunk.start, chunk.stop)
+            start, stop = _sample_range(raw, chunk.start, chunk.stop, extensions)
         if start == stop:
             return
         raw.seek(start)
@@ -287,7 +289,9 @@ def _iter_members(folder: AnyPath, chunk: SourceChunk) -> Iterator[tuple[str, Ta
             )
 
 
-def _sample_range(file: pa.NativeFile, start: int, stop: int) -> tuple[int, int | None]:
+def _sample_range(
+    file: pa.NativeFile, start: int, stop: int, extensions: dict[str, set[str]]
+) -> tuple[int, int | None]:
     """Return where the samples that start in a range of bytes of a tar start and end.
 
     The range ends with None, and the rest of the tar is read, if it has the end mark or a header
@@ -304,13 +308,16 @@ def _sample_range(file: pa.NativeFile, start: int, stop: int) -> tuple[int, int 
     while (member := _read_header(file, offset)) is not None:
         header, num_bytes = member
         if header[156:157] not in _HEADER_TYPES:
-            stem = _header_stem(header)
+            stem, extension = _header_stem(header)
             if stem not in (None, last):
                 while len(found) < 2 and member_start >= limits[len(found)]:
                     found.append(member_start)
                 if len(found) == 2:
                     return found[0], found[1]
                 last = stem
+            is_compared = not found and len(extensions) < _MAX_COMPARED_SAMPLES
+            if stem is not None and is_compared and _has_complete_name(header):
+                extensions.setdefault(stem, set()).add(extension)
             member_start = offset + num_bytes
         offset += num_bytes
     end = min(member_start, size - 1)
@@ -337,15 +344,22 @@ def _read_header(file: pa.NativeFile, offset: int) -> tuple[bytes, int] | None:
     return header, _BLOCK * (1 + num_blocks)
 
 
-def _header_stem(header: bytes) -> str | None:
-    """Return what the members of a sample have in common in their headers; None: of no sample."""
+def _has_complete_name(header: bytes) -> bool:
+    """Return whether the name in a header is not shortened, nor without characters."""
+    return header[99] == 0 and b"?" not in header[:100]
+
+
+def _header_stem(header: bytes) -> tuple[str | None, str]:
+    """Return what the members of a sample have in common in their headers, and the extension;
+    None: of no sample.
+    """
     prefix, name = (part.partition(b"\0")[0] for part in (header[345:500], header[:100]))
     path = b"/".join(filter(None, (prefix, name))).decode(errors="replace").removeprefix("./")
     if header[156:157] == tarfile.DIRTYPE or path.endswith("/"):
-        return None
+        return None, ""
     if is_hidden(path) or is_about_the_data(path):
-        return None
-    return _stem_and_extension(path)[0]
+        return None, ""
+    return _stem_and_extension(path)
 
 
 def _read_member(file: str, tar: tarfile.TarFile, member: tarfile.TarInfo) -> TarMember | BadRow:

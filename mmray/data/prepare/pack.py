@@ -52,16 +52,15 @@ def pack_task(item: tuple[SourceChunk, Labels | None], job: PrepareJob) -> Recor
     Ray retries it if its worker dies; the retry decodes images in a child process.
     """
     chunk, labels = item
-    item_name = f"{chunk.file} from row {chunk.first_line}"
 
     def pack(decoder: SubprocessDecoder | None) -> Record:
         # An upload that failed cannot be resumed, so the chunk is packed again.
         return retry_if_remote(job.out, partial(pack_chunk, job, chunk, decoder, labels))
 
     try:
-        return run_with_crash_limit(pack, job.out, record_path(chunk.index), item_name)
+        return run_with_crash_limit(pack, job.out, record_path(chunk.index), str(chunk))
     except OSError as error:
-        raise ResourceError(f"prepare failed at {item_name}: {error}. {RESUME_HINT}") from error
+        raise ResourceError(f"prepare failed at {chunk}: {error}. {RESUME_HINT}") from error
 
 
 def pack_chunk(

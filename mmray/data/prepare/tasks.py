@@ -91,7 +91,8 @@ def _map_on_ray(
     from mmray.cluster.waiting import wait_for_data_cpu
 
     selector = wait_for_data_cpu().label_selector
-    logging.getLogger("ray.data").setLevel(logging.ERROR)  # its import sets another level
+    logger = logging.getLogger("ray.data")  # its import has set a level
+    level = logger.level
     context = ray.data.DataContext.get_current().copy()  # the user may run Ray Data, too
     context.enable_progress_bars = context.print_on_execution_start = False
     context.execution_options.label_selector = selector or None
@@ -130,6 +131,7 @@ def _map_on_ray(
     autoscaler = placement.AutoscalerRequest(f"mmray-{os.urandom(4).hex()}")
     num_cores = -(-tasks // TASKS_PER_NEW_CORE) if can_grow else 0
     try:
+        logger.setLevel(logging.ERROR)
         autoscaler.request({"CPU": 1.0}, selector, num_cores)
         for row in results.iter_rows():
             autoscaler.request({"CPU": 1.0}, selector, num_cores)
@@ -139,6 +141,7 @@ def _map_on_ray(
     except ray.exceptions.RayError as error:
         raise ResourceError(f"prepare workers died: {error}\n{hint}") from error
     finally:
+        logger.setLevel(level)
         autoscaler.cancel()
 
 

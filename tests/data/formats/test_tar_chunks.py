@@ -9,6 +9,7 @@ import pytest
 from mmray.data.formats import webdataset
 from mmray.data.formats.webdataset import WebDatasetSource
 from mmray.data.rows import BadRow
+from mmray.errors import DataError
 
 LINK, FOLDER = "a link", "a folder"
 MEMBERS = {
@@ -82,6 +83,16 @@ def check_rows(folder, monkeypatch):
 def test_chunks_have_the_rows_of_one_pass(tmp_path, monkeypatch, members, tar_format):
     make_tar(tmp_path / "a.tar", members, tar_format)
     check_rows(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 16])
+@pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT])
+def test_files_of_a_sample_in_two_chunks_are_refused(tmp_path, monkeypatch, count, tar_format):
+    members = sorted(MEMBERS["plain"], key=lambda member: member[0].endswith("txt"))
+    make_tar(tmp_path / "a.tar", members, tar_format)
+    monkeypatch.setattr(webdataset, "_CHUNK_BYTES", (tmp_path / "a.tar").stat().st_size // count)
+    with pytest.raises(DataError, match=r"a\.tar: the files of the sample 0.. are not adjacent"):
+        rows_of(tmp_path)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])

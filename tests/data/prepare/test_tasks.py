@@ -1,11 +1,13 @@
 """Number of concurrent tasks where Ray counts more CPUs than there are cores; errors of a task."""
 
+import logging
 import threading
 import time
 from functools import partial
 
 import pytest
 import ray
+import ray.data
 
 from mmray.cluster import placement, waiting
 from mmray.cluster.connect import ray_session
@@ -44,8 +46,11 @@ def task_of(item):
 def test_many_items_share_tasks(local_ray, monkeypatch):
     monkeypatch.setattr(tasks, "MAX_TASKS", 2)
     monkeypatch.setattr(tasks, "MAX_TASKS_PER_CPU", 0)
+    logger = logging.getLogger("ray.data")
+    monkeypatch.setattr(logger, "level", logging.INFO)
     results = dict(map_tasks(task_of, range(7)))
     assert sorted(results) == list(range(7)) and len({*results.values()}) == 2
+    assert logger.level == logging.INFO
 
 
 def faulty(item):
