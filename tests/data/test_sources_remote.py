@@ -3,9 +3,12 @@ disk.
 """
 
 import json
+from collections import Counter
 
 import fsspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from mmray.data.formats.detect import detect_source, open_source
@@ -145,6 +148,38 @@ def test_only_new_files_are_opened_if_a_source_grows(
     assert len(in_process) == len(set(in_process)) < 3
     fresh = prepare(str(source), str(tmp_path / "fresh"), LAX)
     assert fresh.fingerprint == grown.fingerprint and fresh.num_quarantined > 0
+
+
+def test_requests_of_a_task_and_of_a_rerun_do_not_grow_with_the_set(
+    s3, tmp_path, in_process, monkeypatch
+):
+    monkeypatch.setattr(preview, "NUM_FIRST_ROWS", 2)
+    source, out = f"{s3.address}/raw", f"{s3.address}/out"
+    of_tasks, of_reruns = [], []
+
+    def run(work, items):
+        for item in items:
+            with s3.requests() as made:
+                result = work(item)
+            of_tasks.append(Counter(method for method, *_ in made))
+            yield result
+
+    monkeypatch.setattr(pipeline, "map_tasks", run)
+    for number in range(3):
+        rows = range(20 * number, 20 * number + 20)
+        table = pa.table({"image": map(color_image, rows), "text": map(str, rows)})
+        file = f"{number}.parquet"
+        pq.write_table(table, tmp_path / file, 5)
+        copy_file(tmp_path / file, to_path(source) / file)
+        prepare(source, out, LAX.model_copy(update={"rows_per_shard": 5}))
+        with s3.requests() as made:
+            prepare(source, out, LAX.model_copy(update={"rows_per_shard": 5}))
+        of_reruns.append(len(made))
+    assert len(of_tasks) == 12
+    # It reads the source, and writes a shard, a record and the file that counts attempts.
+    assert all(each["PUT"] <= 4 and each["GET"] <= 3 for each in of_tasks), of_tasks
+    assert max(each.total() for each in of_tasks) <= 14, of_tasks
+    assert max(of_reruns) == min(of_reruns) < 60, of_reruns
 
 
 def test_files_are_read_again_after_an_interrupted_prepare(tmp_path, in_process, monkeypatch):

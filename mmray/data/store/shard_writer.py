@@ -36,22 +36,23 @@ class ShardWriter:
     manifest.
 
     Args:
-        name: Path of the shard in it.
+        name: Path of the shard in the set.
         split: Split of its rows; None: none.
         stream: The open file.
         writer: Arrow IPC writer on the stream.
+
+    Attributes:
+        num_bytes: Size of the finished file; `open_shard` sets it, so that a store is not asked.
     """
 
-    def __init__(
-        self, folder: AnyPath, name: str, split: str | None, stream: pa.NativeFile, writer: Any
-    ) -> None:
-        self._folder = folder
+    def __init__(self, name: str, split: str | None, stream: pa.NativeFile, writer: Any) -> None:
         self.name = name
         self._split = split
         self._stream = stream
         self._writer = writer
         self._digest = hashlib.sha256()
         self._num_rows = 0
+        self.num_bytes = 0
         self._batch: list[Row] = []
         self._offsets = [MAGIC_BYTES + len(SCHEMA.serialize())]
 
@@ -97,7 +98,7 @@ class ShardWriter:
             self.name,
             self._split,
             self._num_rows,
-            (self._folder / self.name).stat().st_size,
+            self.num_bytes,
             self._digest.hexdigest(),
             offsets=tuple(self._offsets),
         )
@@ -108,7 +109,9 @@ def open_shard(folder: AnyPath, name: str, split: str | None = None) -> Iterator
     """Context manager that opens a shard for writing; the file appears when the block ends without
     an error.
     """
-    with open_output(folder / name) as stream, pa.ipc.new_file(stream, SCHEMA) as writer:
-        shard = ShardWriter(folder, name, split, stream, writer)
-        yield shard
-        shard.flush()
+    with open_output(folder / name) as stream:
+        with pa.ipc.new_file(stream, SCHEMA) as writer:
+            shard = ShardWriter(name, split, stream, writer)
+            yield shard
+            shard.flush()
+        shard.num_bytes = stream.tell()
