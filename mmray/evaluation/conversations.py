@@ -240,7 +240,7 @@ class ConversationEvaluator(EvalReader):
         Raises as `encode_row`.
         """
         media = self.reader.media_of(row)
-        encoded = [self.reader.encoder.encode(messages, media) for messages in conversations]
+        encoded = self.reader.encoder.encode_all(conversations, media)
         encoded += encoded[-1:] * (len(encoded) % 2)
         return [
             replace(first, rejected=second, reference=np.zeros(2))

@@ -48,7 +48,8 @@ class RowCollator:
             right.
         rope_index: Computes the positions int64 [3, T] (time, height, width) of a row. None:
             positions are 0, 1, 2, ...
-        pairs: Whether rows are chosen and rejected answers, of which each is a conversation in B.
+        pairs: Whether rows are chosen and rejected answers, of which each is a conversation in B:
+            those with the chosen answers first.
     """
 
     def __init__(
@@ -88,21 +89,23 @@ class RowCollator:
             - The input that `family.token_types` names, if any: int64 like `input_ids`, 1 at image
               tokens and 2 at video tokens.
             - `attention_mask` and token types of a model without a descriptor, int64 [B, T].
-            - The inputs of the vision encoder for all rows together, such as `pixel_values` uint8.
+            - The inputs of the vision encoder for all rows together, such as `pixel_values` uint8;
+              with `pairs` only those of the chosen answers if `family.shares_media`.
             - `reference` float64 [R, 2], with `pairs`: log-probabilities of the chosen and the
               rejected answer of each of R rows by the reference model.
         """
-        if self.pairs:
-            unknown = np.full(2, np.nan)
-            references = [unknown if row.reference is None else row.reference for row in rows]
-            reference = torch.from_numpy(np.array(references, np.float64).reshape(-1, 2))
-            pairs = [conversation for row in rows for conversation in row.conversations]
-            return self._collate(pairs) | {"reference": reference}
-        return self._collate(rows)
+        padded = with_all_media(rows, self.dummy)
+        if not self.pairs:
+            return self._collate(padded) | join_media(padded)
+        unknown = np.full(2, np.nan)
+        references = [unknown if row.reference is None else row.reference for row in rows]
+        reference = torch.from_numpy(np.array(references, np.float64).reshape(-1, 2))
+        both = [*padded, *(row.conversations[-1] for row in padded)]
+        media = join_media(padded if self.family.shares_media else both)
+        return self._collate(both) | media | {"reference": reference}
 
     def _collate(self, rows: Sequence[EncodedRow]) -> Batch:
-        """Return the inputs of the model for conversations."""
-        rows = with_all_media(rows, self.dummy)
+        """Return the inputs of the model for conversations, but those of media."""
         lengths = [len(row.input_ids) for row in rows]
         ids = [torch.from_numpy(row.input_ids.astype(np.int64)) for row in rows]
         batch: Batch = {}
@@ -133,7 +136,7 @@ class RowCollator:
             batch[self.family.token_types] = token_types(batch["input_ids"], self.config)
         if self.family == GENERAL:
             batch |= padded_columns(rows, width)
-        return batch | join_media(rows)
+        return batch
 
     def _positions(self, row: EncodedRow, width: int | None = None) -> Tensor:
         """Positions of a row [1, T], or [4, T] with the planes text, time, height, width.

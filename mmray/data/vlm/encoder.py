@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -78,8 +78,8 @@ class EncodedRow:
             and `input_features` (log-mel spectrograms, float16). Empty without media.
         token_types: What the processor of a model without a descriptor returns for each token
             besides its id, int32 [T]: `mm_token_type_ids` or `token_type_ids`.
-        rejected: The conversation with the rejected answer, if this one has the chosen answer of
-            a row for dpo.
+        rejected: The conversation with the rejected answer and the same media, if this one has the
+            chosen answer of a row for dpo.
         reference: Log-probabilities of the chosen and the rejected answer by the reference model,
             float64 [2], of a row for dpo; NaN or None: not known.
     """
@@ -263,7 +263,17 @@ class ProcessorEncoder:
     def encode(
         self, messages: Sequence[Message], media: Sequence[Any], targets: Targets = ALL_TARGETS
     ) -> EncodedRow:
-        """Encode one row for training, without `reserved_tokens` in the texts of its messages.
+        """Encode one row for training, without `reserved_tokens` in the texts of its messages."""
+        return self.encode_all([messages], media, targets)[0]
+
+    def encode_all(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        media: Sequence[Any],
+        targets: Targets = ALL_TARGETS,
+    ) -> list[EncodedRow]:
+        """Encode conversations about the same media, whose inputs are computed once, if the family
+        shares them.
 
         Args:
             media: One for each part of its kind, in order: RGB images of PIL or uint8 [H, W, 3],
@@ -275,15 +285,24 @@ class ProcessorEncoder:
                 that the processor rejects, or messages that the chat template does not render.
             UsageError: The chat template does not determine which tokens are the assistant's.
         """
-        conversation = self._clean(messages, media)
-        text, spans = self.template.target_spans(conversation, targets)
-        row = self._encode(text, spans, media)
-        if len(row.input_ids) > self.max_tokens:
-            raise RowError(
-                TOO_LONG,
-                f"{len(row.input_ids)} tokens exceed model.inputs.max_tokens {self.max_tokens}",
-            )
-        return row
+        rows: list[EncodedRow] = []
+        inputs: dict[str, Any] = {}
+        for messages in conversations:
+            conversation = self._clean(messages, media)
+            text, spans = self.template.target_spans(conversation, targets)
+            if rows and media and self.family.shares_media:
+                inputs = self._expand(text, inputs["text_replacement_offsets"][0])
+                row = replace(self._encoded(inputs, spans), images=rows[0].images)
+            else:
+                inputs = self._process(text, media)
+                row = self._encoded(inputs, spans)
+            if len(row.input_ids) > self.max_tokens:
+                raise RowError(
+                    TOO_LONG,
+                    f"{len(row.input_ids)} tokens exceed model.inputs.max_tokens {self.max_tokens}",
+                )
+            rows.append(row)
+        return rows
 
     def encode_prompt(self, messages: Sequence[Message], media: Sequence[Any]) -> EncodedRow:
         """Encode a conversation up to where the model generates the assistant's next message.
@@ -294,10 +313,9 @@ class ProcessorEncoder:
             RowError: The media do not match the parts, or the processor rejects one.
         """
         conversation = self._clean(messages, media)
-        return self._encode(self.template.render_prompt(conversation), [], media)
+        return self._encoded(self._process(self.template.render_prompt(conversation), media), [])
 
-    def _encode(self, text: str, spans: Sequence[Span], media: Sequence[Any]) -> EncodedRow:
-        inputs = self._process(text, media)
+    def _encoded(self, inputs: dict[str, Any], spans: Sequence[Span]) -> EncodedRow:
         weights = weights_of_spans(
             spans, inputs["offset_mapping"][0], inputs["text_replacement_offsets"][0]
         )
@@ -466,6 +484,20 @@ class ProcessorEncoder:
             num_frames = video_processor.temporal_patch_size
             inputs["video_second_per_grid"] = [num_frames / each.fps for each in metadata]
         return inputs
+
+    def _expand(self, text: str, replacements: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return what `_process` returns for a text whose media it has processed for another one,
+        without the inputs of media.
+
+        Args:
+            replacements: The `text_replacement_offsets` of the other text.
+        """
+        by_kind: dict[str, list[str]] = {"image": [], "video": [], "audio": []}
+        for each in replacements:
+            by_kind[each["type"]].append(each["replacement"])
+        expanded, offsets = self.processor.get_text_with_replacements([text], *by_kind.values())
+        encoded = self._tokenize(expanded[0], return_offsets_mapping=True).items()
+        return {name: [value] for name, value in encoded} | {"text_replacement_offsets": offsets}
 
     def _tokenize(self, text: str, **options: object) -> dict[str, Any]:
         return dict(

@@ -56,6 +56,11 @@ class Family:
     audio: str = ""
     min_audio_s: float = 0.1
 
+    @property
+    def shares_media(self) -> bool:
+        """Whether the media of a chosen and a rejected answer are encoded once for both."""
+        return self.pixels not in ("", "any")
+
     def media_kinds(self, frames: int, weights: str) -> tuple[str, ...]:
         """Return the kinds of media that a row may have.
 

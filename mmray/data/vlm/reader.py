@@ -205,10 +205,7 @@ class ConversationReader(SetReader):
         if self.references is not None:
             # The reference model saw the middles of the intervals of videos.
             decoded = self.media_of(row)
-            chosen, rejected = (
-                self.encoder.encode(messages, decoded, self._targets)
-                for messages in preference_of(row)
-            )
+            chosen, rejected = self.encoder.encode_all(preference_of(row), decoded, self._targets)
             return replace(chosen, rejected=rejected)
         messages = row.conversations(self.question)[choice]
         # A row whose other text is about too much audio is not used either, as in token counts.
@@ -265,7 +262,11 @@ def _pack_row(row: EncodedRow) -> bytes:
     arrays = _arrays(row)
     if row.rejected is not None and row.reference is not None:
         others = _arrays(row.rejected).items()
-        arrays |= {f"{_REJECTED}{name}": array for name, array in others}
+        arrays |= {
+            f"{_REJECTED}{name}": array
+            for name, array in others
+            if array is not row.images.get(name)
+        }
         arrays["reference"] = row.reference
     # Arrays that are not contiguous would be saved wrongly.
     return save({name: np.asarray(array, order="C") for name, array in arrays.items()})
@@ -288,8 +289,10 @@ def _unpack_row(data: bytes) -> EncodedRow:
     row = _from_arrays(arrays)
     if not others:
         return row
-    rejected = {name.removeprefix(_REJECTED): array for name, array in others.items()}
-    return replace(row, rejected=_from_arrays(rejected), reference=reference)
+    rejected = _from_arrays(
+        row.images | {name.removeprefix(_REJECTED): array for name, array in others.items()}
+    )
+    return replace(row, rejected=rejected, reference=reference)
 
 
 def _from_arrays(arrays: dict[str, np.ndarray]) -> EncodedRow:

@@ -8,7 +8,7 @@ rows, the normalization of uint8 pixels on the device, and a loss without a matr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -47,6 +47,7 @@ from mmray.models.protocol import (
 )
 from mmray.models.vlm.attention import PACKED_ATTENTION, PACKED_VISION_ATTENTION
 from mmray.models.vlm.loss import chunked_cross_entropy, chunked_log_probs
+from mmray.models.vlm.shared_media import features_repeated
 from mmray.models.weights import load_config, load_pretrained
 
 if TYPE_CHECKING:
@@ -286,15 +287,11 @@ class Vlm(Model):
             with torch.no_grad(), lora.adapters_disabled(self.eval()):
                 reference = self._log_probs(batch)
             self.train(was_training)
-        index = batch["target_index"]
-        num_targets = torch.zeros(reference.numel(), device=index.device)
-        num_targets.index_add_(
-            0, self._conversation_of(batch), torch.ones_like(index, dtype=torch.float)
-        )
+        ones = torch.ones_like(batch["target_index"], dtype=torch.float)
         return {
             "log_probs": self._log_probs(batch),
             "reference_log_probs": reference,
-            "num_targets": num_targets.view(-1, 2),
+            "num_targets": self._sum_by_answer(batch, ones),
         }
 
     def _conversation_of(self, batch: Batch) -> Tensor:
@@ -310,13 +307,22 @@ class Vlm(Model):
         weight = self.net.get_output_embeddings().weight
         log_probs = chunked_log_probs(hidden, weight, batch["targets"])
         weighted = log_probs * batch["target_weights"].to(log_probs.dtype)
-        sums = log_probs.new_zeros(batch["reference"].numel())
-        return sums.index_add(0, self._conversation_of(batch), weighted).view(-1, 2)
+        return self._sum_by_answer(batch, weighted)
+
+    def _sum_by_answer(self, batch: Batch, values: Tensor) -> Tensor:
+        """Return the sum of values [N] of targets for each chosen and rejected answer, [R, 2]."""
+        packed = "cu_seqlens" in batch
+        num = len(batch["cu_seqlens"]) - 1 if packed else len(batch["input_ids"])
+        sums = values.new_zeros(num).index_add(0, self._conversation_of(batch), values)
+        # Those with the chosen answers are first, and each half may have a dummy row.
+        return sums.view(2, -1).T[: len(batch["reference"])]
 
     def hidden_states(self, batch: Batch) -> Tensor:
         """Return the hidden states after the last layer, [1, T, H] if rows are packed."""
         inputs = self.model_inputs(batch)
-        output: Tensor = self.net.model(**inputs, use_cache=False).last_hidden_state
+        is_shared = "reference" in batch and self.family.shares_media
+        with features_repeated(self.net.model) if is_shared else nullcontext():
+            output: Tensor = self.net.model(**inputs, use_cache=False).last_hidden_state
         return output
 
     def model_inputs(self, batch: Batch) -> dict[str, Any]:

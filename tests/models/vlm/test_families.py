@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -92,6 +94,50 @@ def test_gradients_do_not_depend_on_how_rows_are_batched(family, model_of):
         assert result[0] == pytest.approx(loss, rel=tolerance), name
         assert result[1] == num_targets, name
         assert (result[2] - alone).abs().max() < tolerance * alone.abs().max(), name
+
+
+@ALL
+def test_answers_of_a_pair_share_the_features_of_their_media(family, model_of):
+    model = model_of(family)
+    pairs = []
+    for messages, media in rows_of(model.encoder):
+        other = [*messages[:-1], messages[-1] | {"content": [text("There are three shapes.")]}]
+        chosen, rejected = model.encoder.encode_all([messages, other], media)
+        for each, turns in ((chosen, messages), (rejected, other)):
+            alone = model.encoder.encode(turns, media)
+            assert each.input_ids.tolist() == alone.input_ids.tolist()
+            assert each.loss_weights.tolist() == alone.loss_weights.tolist()
+        pairs.append(replace(chosen, rejected=rejected, reference=np.zeros(2)))
+    factors = (1.0, -0.5)
+    model.zero_grad()
+    expected = []
+    for row in pairs:
+        for each, factor in zip(row.conversations, factors, strict=True):
+            loss = model(model.collator()([each]))["loss_sum"]
+            (factor * loss).backward()
+            expected.append(-loss.item())
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    alone = torch.cat([weight.grad.flatten() for weight in weights])
+    media = {name: len(each) for name, each in join_media(pairs).items()}
+    times = 1 if model.family.shares_media else 2
+    tolerance = 1e-7 if family == "gemma3" else 1e-9
+    for packed in {False, model.family.packable}:
+        for parts in ([pairs], [[], pairs[:1], pairs[1:]]):
+            model.packed = packed
+            model.zero_grad()
+            collate = model.collator(pairs=True)
+            found = []
+            for part in parts:
+                batch = collate(part)
+                log_probs = model(batch)["log_probs"]
+                assert log_probs.shape == (len(part), 2)
+                (log_probs @ -torch.tensor(factors).double()).sum().backward()
+                found += log_probs.flatten().tolist()
+            if parts == [pairs]:
+                assert media == {name: len(batch[name]) / times for name in media}
+            assert found == pytest.approx(expected, rel=tolerance)
+            gradient = torch.cat([weight.grad.flatten() for weight in weights])
+            assert (gradient - alone).abs().max() < tolerance * alone.abs().max()
 
 
 @ALL

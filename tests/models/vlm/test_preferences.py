@@ -151,7 +151,8 @@ def test_micro_batches_equal_the_published_formula(folder_of, prepared, family, 
     for name, weight in model.named_parameters():
         if weight.grad is not None:
             # Gemma's norms compute in float32.
-            assert torch.allclose(gradients[name], weight.grad, rtol=1e-6, atol=1e-7), name
+            difference = (gradients[name] - weight.grad).abs().max()
+            assert difference < 1e-6 * weight.grad.abs().max() + 1e-9, name
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "llava"])

@@ -78,9 +78,16 @@ def gradient(
     model = double_model(weights)
     rows = encode_rows(model.encoder)
     if is_dpo:
+        # The other answer is the last token.
         rows = [
-            replace(row, rejected=other, reference=np.array([-60.0, -61.0]))
-            for row, other in zip(rows, [*rows[1:], rows[0]], strict=True)
+            replace(
+                row,
+                rejected=replace(
+                    row, loss_weights=np.eye(len(row.input_ids), dtype=np.float32)[-1]
+                ),
+                reference=np.array([-60.0, -61.0]),
+            )
+            for row in rows
         ]
     collator = model.collator(pairs=is_dpo)
     objective: Any = build(Objective(kind="dpo")) if is_dpo else LanguageModelling()
