@@ -284,7 +284,7 @@ class Prepare(Section, settings_prefix="prepare"):
     root: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = Field(
         (),
         description="Another folder whose files rows may name besides that of the source, by "
-        "absolute paths, paths with `..`, or symbolic links.",
+        "paths relative to it, absolute paths, paths with `..`, or symbolic links.",
     )
     index_only: bool = Field(
         False, description="Index the images in the source, which must stay, instead of copying."

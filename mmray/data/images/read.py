@@ -156,10 +156,8 @@ def _hint_at_missing(folder: Path, name: str) -> str:
         return f"; {parent}{slash}{existing} exists: write its name exactly so"
     for each in folders:
         if (folder / parent / each / base).is_file():
-            return (
-                f"; {parent}{slash}{each}/{base} exists: put the file of the rows into "
-                f"{folder / parent / each}, because paths are relative to it"
-            )
+            hint = "write it so" if parent else f"--root {folder / each} also reads files there"
+            return f"; {parent}{slash}{each}/{base} exists: {hint}"
     return ""
 
 
@@ -241,12 +239,19 @@ def locate_file(folder: AnyPath, image: ImageRef, roots: Roots = ()) -> ImageRef
         image: From `parse_image`; its file may be an absolute path, an address on an object store,
             or a path with `..`.
         roots: Further folders in which files may be; their symbolic links are not followed here.
+            A relative name that the folder of the source does not have is searched in them.
 
     Raises:
         BadRow: With stage `columns` and reason `path`, if the file is in none of the folders.
     """
     file = image.file
-    if file is None or is_safe_path(file):
+    if file is None:
+        return image
+    if is_safe_path(file):
+        if roots and isinstance(folder, Path) and not (folder / file).is_file():
+            for each in roots:
+                if "://" not in each and Path(each, file).is_file():
+                    return replace(image, root=each)
         return image
     paths = [file]
     if "://" not in file and isinstance(folder, Path):

@@ -116,7 +116,7 @@ def test_refusal_names_what_was_found_and_the_fix(write, tmp_path, data, message
         ("photos/A.PNG", "photos/a.png exists: write its name exactly so"),
         ("photos/a", "photos/a.png exists"),
         (" photos/a.png", "photos/a.png exists"),
-        ("a.png", "photos/a.png exists: put the file of the rows into "),
+        ("a.png", "photos/a.png exists: --root .*/photos also reads files there"),
         ("/data/photos/a.png", "photos/a.png exists: write it relative to"),
         ("/data/photos/b.png", "--root /data/photos reads files of that folder"),
     ],

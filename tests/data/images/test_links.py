@@ -54,6 +54,19 @@ def test_links_to_other_folders_than_the_roots_are_refused(tmp_path, photos):
         read_file(raw, "other.png", (str(photos),))
 
 
+def test_relative_names_are_searched_in_roots(tmp_path, photos):
+    """That of the source comes first."""
+    for number, name in enumerate(("photos/1.png", "photos2/1.png", "photos2/a/2.png"), 4):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(color_image(number))
+    images = ["0.png", "1.png", "a/2.png", "3.png"]
+    roots = tuple(str(tmp_path / name) for name in ("gone", "photos", "photos2"))
+    kept, faults = prepare_images(tmp_path, images, root=roots, max_bad_fraction=0.5)
+    assert kept == images[:3] and faults == {"rows.jsonl:4": "missing-image"}
+    found = [row.media[0].data for row in PreparedSet.open(str(tmp_path / "out")).read(range(3))]
+    assert found == [color_image(number) for number in (0, 4, 6)]
+
+
 def test_pairs_of_links_are_read_from_roots(tmp_path):
     raw = tmp_path / "raw"
     raw.mkdir()
