@@ -8,6 +8,10 @@ this machine, each with one thread and a process that reads and encodes rows. So
 first steps are equal. TRL pads and processes whole batches in its collator; its micro-batches are
 those of the fastest of several sizes. `--device cuda` compares a Qwen3-VL of 1.7 billion random
 parameters on a GPU, in bf16.
+
+`--objective dpo` trains on chosen and rejected answers. mmray reads the log-probabilities of the
+reference from the set, which it scores once before (not in the times of steps; printed); TRL
+computes them in each step, because it refuses to compute them before for rows with images.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -112,13 +117,20 @@ WORK = {
         loaders=12,
     ),
 }
+SFT = "language_modelling"
+LR = {SFT: 1e-4, "dpo": 1e-6}
 WORDS = "circle square triangle cross red green blue yellow purple zero one two three shape color"
 
 
-def write_rows(folder: Path, work: Work) -> Path:
+def write_rows(folder: Path, work: Work, objective: str) -> Path:
     """Write images and rows of different lengths; return the JSON lines."""
     draw = random.Random(0)
     lines = []
+
+    def text() -> str:
+        num_words = min(work.max_words, int(draw.lognormvariate(work.words, 0.9)) + 1)
+        return " ".join(draw.choices(WORDS.split(), k=num_words))
+
     for number in range(work.num_rows):
         names = []
         for index in range(draw.choices((0, 1, 2, 3), (2, 5, 2, 1))[0]):
@@ -127,17 +139,13 @@ def write_rows(folder: Path, work: Work) -> Path:
             pixels = np.random.default_rng([number, index]).integers(0, 256, (8, 8, 3), np.uint8)
             names.append(f"{number}-{index}.png")
             Image.fromarray(pixels).resize((width, height)).save(folder / names[-1])
-        asked, answered = (
-            " ".join(
-                draw.choices(
-                    WORDS.split(),
-                    k=min(work.max_words, int(draw.lognormvariate(work.words, 0.9)) + 1),
-                )
-            )
-            for _ in range(2)
-        )
-        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-        lines.append(json.dumps({"id": str(number), "images": names, "messages": turns}))
+        asked = [{"role": "user", "content": text()}]
+        answered = [{"role": "assistant", "content": text()}]
+        columns: dict[str, Any] = {"messages": asked + answered}
+        if objective == "dpo":
+            rejected = [{"role": "assistant", "content": text()}]
+            columns = {"prompt": asked, "chosen": answered, "rejected": rejected}
+        lines.append(json.dumps({"id": str(number), "images": names} | columns))
     file = folder / "rows.jsonl"
     file.write_text("\n".join(lines) + "\n")
     return file
@@ -168,7 +176,7 @@ def write_model(folder: Path, work: Work, device: str) -> Path:
 
 
 class Timer:
-    """Writes the seconds of the timed steps and the first loss to the file TIMES.
+    """Writes the seconds of the timed steps and the first two losses to the file TIMES.
 
     A callback of mmray, in its training process, whose children read and encode rows.
     """
@@ -176,11 +184,11 @@ class Timer:
     def __init__(self) -> None:
         self.work = WORK[os.environ["DEVICE"]]
         self.start = (0.0, 0.0)  # seconds, and CPU seconds of this process and its children
-        self.loss = 0.0
+        self.losses: list[float] = []
 
     def on_step(self, step: int, metrics: dict[str, Any]) -> None:
-        if step == 1:
-            self.loss = float(metrics["train/loss"])
+        if step <= 2:
+            self.losses.append(float(metrics["train/loss"]))
         if step == self.work.warmup_steps:
             synchronize()
             self.start = time.perf_counter(), cpu_s()
@@ -189,7 +197,7 @@ class Timer:
             result = {
                 "seconds": time.perf_counter() - self.start[0],
                 "cpu_s": cpu_s() - self.start[1],
-                "loss": self.loss,
+                "losses": self.losses,
                 "peak_gib": peak_gib(),
             }
             Path(os.environ["TIMES"]).write_text(json.dumps(result))
@@ -231,6 +239,7 @@ def train_mmray(model: str, rows: str, backend: str) -> None:
                 weights=model, inputs=config.model.inputs.replace(max_tokens=work.max_tokens)
             ),
             data=config.data.replace(train=rows, cache=f"{folder}/cache", shuffle=False),
+            objective=config.objective.replace(kind=os.environ["OBJECTIVE"]),
             batch=config.batch.replace(
                 tokens=work.packed_tokens, micro=None, global_=work.global_rows
             ),
@@ -245,7 +254,7 @@ def train_mmray(model: str, rows: str, backend: str) -> None:
                 checkpoint_every=0,
                 callbacks=(f"{__package__}.compare_trl:Timer",),
             ),
-            optimizer=config.optimizer.replace(lr=1e-4, warmup_steps=0),
+            optimizer=config.optimizer.replace(lr=LR[os.environ["OBJECTIVE"]], warmup_steps=0),
             run=config.run.replace(storage=folder),
         )
         mmray.train(config)
@@ -257,21 +266,22 @@ def train_trl(model: str, rows: str, micro: int) -> None:
     import torch
     from torch.utils.data import SequentialSampler
     from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
+    is_dpo = os.environ["OBJECTIVE"] == "dpo"
+    trainer_class: Any = DPOTrainer if is_dpo else SFTTrainer
+    config_class: Any = DPOConfig if is_dpo else SFTConfig
+    options = {} if is_dpo else {"assistant_only_loss": True}
     device = os.environ["DEVICE"]
     work = WORK[device]
     timer = Timer()
 
     class OnStep(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            # Logged after the step; the timer needs only the first loss.
-            if state.global_step in (1, work.steps) and logs and "loss" in logs:
+            if logs and "loss" in logs:  # logged after the step
                 timer.on_step(state.global_step, {"train/loss": logs["loss"]})
-            elif state.global_step == work.warmup_steps:
-                timer.on_step(work.warmup_steps, {})
 
-    class InOrder(SFTTrainer):
+    class InOrder(trainer_class):  # type: ignore[misc]
         def _get_train_sampler(self, dataset: Any = None) -> Any:
             return SequentialSampler(self.train_dataset)
 
@@ -289,7 +299,7 @@ def train_trl(model: str, rows: str, micro: int) -> None:
             model=AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32),
             processing_class=AutoProcessor.from_pretrained(model),
             train_dataset=data,
-            args=SFTConfig(
+            args=config_class(
                 output_dir=out,
                 use_cpu=device == "cpu",
                 bf16=device == "cuda",
@@ -298,9 +308,9 @@ def train_trl(model: str, rows: str, micro: int) -> None:
                 gradient_accumulation_steps=work.global_rows // micro,
                 dataloader_num_workers=work.loaders,
                 max_length=None,
-                assistant_only_loss=True,
+                **options,
                 max_steps=work.steps,
-                learning_rate=1e-4,
+                learning_rate=LR[os.environ["OBJECTIVE"]],
                 lr_scheduler_type="cosine",
                 logging_steps=1,
                 save_strategy="no",
@@ -311,15 +321,32 @@ def train_trl(model: str, rows: str, micro: int) -> None:
         trainer.train()
 
 
-def measure(arm: str, model: Path, rows: Path, folder: Path, device: str) -> dict[str, float]:
-    """Train in a new process; return the loss of the first step and samples/s."""
+def score(model: Path, rows: Path) -> Path:
+    """Prepare the rows of dpo and score them by the model in a new process; return the set."""
+    data = rows.with_name("set")
+    code = (
+        f"import mmray; mmray.prepare({str(rows)!r}, {str(data)!r}); "
+        f"mmray.score({str(data)!r}, {str(model)!r})"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    taken_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    print(f"prepare and score, once for the set: {taken_s:.0f} CPU seconds", flush=True)
+    return data
+
+
+def measure(
+    arm: str, model: Path, rows: Path, folder: Path, device: str, objective: str
+) -> dict[str, Any]:
+    """Train in a new process; return the losses of the first two steps and samples/s."""
     times = folder / f"{arm}.json"
     times.unlink(missing_ok=True)
     command = [sys.executable, "-m", f"{__package__}.compare_trl", arm, str(model), str(rows)]
     threads = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
     done = subprocess.run(
         command,
-        env=os.environ | threads | {"TIMES": str(times), "DEVICE": device},
+        env=os.environ | threads | {"TIMES": str(times), "DEVICE": device, "OBJECTIVE": objective},
         capture_output=True,
         text=True,
     )
@@ -335,6 +362,7 @@ def measure(arm: str, model: Path, rows: Path, folder: Path, device: str) -> dic
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=tuple(WORK), default="cpu")
+    parser.add_argument("--objective", choices=("language_modelling", "dpo"), default=SFT)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--arms", nargs="+", help="only these, such as mmray trl-8")
     args = parser.parse_args()
@@ -344,22 +372,27 @@ def main() -> None:
         *(f"mmray-{backend}" for backend in backends),
         *(f"trl-{micro}" for micro in work.trl_micro),
     ]
-    results: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
+    results: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "rows").mkdir()
-        rows = write_rows(folder / "rows", work)
+        rows = write_rows(folder / "rows", work, args.objective)
         model = write_model(folder / "model", work, args.device)
+        sources = {"trl": rows, "mmray": rows if args.objective == SFT else score(model, rows)}
         for number in range(args.rounds):
             for arm in arms if number % 2 == 0 else reversed(arms):
                 start_s = time.perf_counter()
-                results[arm].append(measure(arm, model, rows, folder, args.device))
+                source = sources[arm.partition("-")[0]]
+                results[arm].append(
+                    measure(arm, model, source, folder, args.device, args.objective)
+                )
                 taken_s = time.perf_counter() - start_s
                 print(f"{arm}: {results[arm][-1]}, {taken_s:.0f} s", flush=True)
     packages = ("torch", "transformers", "trl")
     print(", ".join(f"{name} {version(name)}" for name in packages))
     print(
-        "| | samples/s | samples a CPU second | mmray : it | by CPU time | loss of step 1 | GiB |"
+        "| | samples/s | samples a CPU second | mmray : it | by CPU time | losses of steps 1, 2 "
+        "| GiB |"
     )
     print("|---|---|---|---|---|---|---|")
     rates = {
@@ -370,10 +403,10 @@ def main() -> None:
     }
     for arm, (rate, cpu_rate) in rates.items():
         own_rate, own_cpu_rate = rates[arms[0]]
+        losses = ", ".join(f"{loss:.5f}" for loss in results[arm][0]["losses"])
         print(
             f"| {arm} | {rate:.1f} | {cpu_rate:.1f} | {own_rate / rate:.2f} | "
-            f"{own_cpu_rate / cpu_rate:.2f} | {results[arm][0]['loss']:.4f} | "
-            f"{results[arm][0]['peak_gib']:.1f} |"
+            f"{own_cpu_rate / cpu_rate:.2f} | {losses} | {results[arm][0]['peak_gib']:.1f} |"
         )
 
 
