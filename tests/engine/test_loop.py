@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -273,17 +271,3 @@ def test_too_many_consecutive_non_finite_steps_end_the_run_across_restarts():
     resumed = toy.NanAtSteps(steps=(4,), first=3)
     with pytest.raises(TrainingError, match="3 steps in a row"):
         train(resumed, plan_of(6), checkpoints.load(3), first=3, callbacks=(resumed,))
-
-
-@pytest.mark.cluster
-def test_ranks_under_torchrun_equal_one_process(tmp_path):
-    """Two ranks, or one per GPU."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    script = ["-m", "tests.engine.torchrun_script", tmp_path / "weights.pt", "ddp", "fsdp"]
-    world = str(torch.cuda.device_count() or 2)
-    process = subprocess.run([*torchrun, world, *script], capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    expected = toy.Branched().double()
-    train(expected, plan_of(8), micro=2)
-    for weights in torch.load(tmp_path / "weights.pt").values():
-        torch.testing.assert_close(weights, toy.flat(expected), rtol=1e-9, atol=1e-12)

@@ -115,10 +115,10 @@ def test_weights_of_2d_convolutions_are_stored_channels_last_and_others_as_they_
 
 @pytest.mark.gpu
 def test_packed_conversations_on_gpu_have_the_loss_of_padded_ones(monkeypatch):
-    monkeypatch.setattr(conversations, "NUM_ROWS", 16)
+    monkeypatch.setattr(conversations, "NUM_ROWS", 8)
     monkeypatch.setattr(conversations, "MIN_STEPS", 1)
     config = with_written_weights(recipes.sample_vlm().with_cluster(workers=1))
-    small = config.batch.replace(micro=4, global_=8)
+    small = config.batch.replace(micro=2, global_=4)
     train = config.train.replace(precision="fp32", compile="none")
     config = config.replace(batch=small, train=train)
     with gpus(monkeypatch):

@@ -174,12 +174,12 @@ def _measure(base: Config, group: Group, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_measure_together_and_agree(parallel: str, forked_children: None) -> None:
     """If their free memory differs, the micro-batch fits on both."""
-    base = tiny(workers=2, batch=Batch(micro=1, global_=16), train=Train(parallel=parallel))
+    base = tiny(workers=2, batch=Batch(micro=1, global_=4), train=Train(parallel=parallel))
     measured = spawn_workers(_measure, base)
     assert measured["equal"] and measured["workers"] == 2
     assert measured["largest"] == 1
     sizes = [micro for micro, *_ in measured["visits"]]
-    assert set(sizes) == {1}  # of the 8 rows of a rank
+    assert set(sizes) == {1}  # of the 2 rows of a rank
 
 
 def test_best_recipe_keeps_an_elastic_range_and_the_length() -> None:
