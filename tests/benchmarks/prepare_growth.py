@@ -189,7 +189,7 @@ def write_columns(folder: Path, rows: int, seed: int, group: str) -> PreparedSet
         for start in range(first, min(first + ROWS_PER_COLUMNS, rows), ROWS_PER_CHUNK):
             count = min(ROWS_PER_CHUNK, rows - start)
             name = f"shards/{seed}-{start}.arrow"
-            offsets = tuple(range(count // 8 + 1))
+            offsets = np.arange(count // 8 + 1)
             shards.append(Shard(name, None, count, 1, "0" * 64, offsets=offsets))
             column = "similarity" if group == "kept" else group
             array = _random_values(rng, group, count)
@@ -317,7 +317,7 @@ def _write_records(out: Path, file: str, first: int, rows: int) -> None:
                 pa.binary(16), len(numbers), [None, pa.py_buffer(mixed)]
             )
         batches.append(pa.RecordBatch.from_pydict(columns, SCHEMA))
-        offsets = tuple(range(len(numbers) // 8 + 1))
+        offsets = np.arange(len(numbers) // 8 + 1)
         shard = Shard(f"shards/{index}.arrow", None, len(numbers), 1, "0" * 64, offsets=offsets)
         chunk = SourceChunk(index, "rows", start, int(numbers[-1]) + 1, 1, len(numbers), "")
         counts = [(0, "image", len(numbers))]

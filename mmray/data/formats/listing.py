@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import posixpath
 import re
 import unicodedata
 from abc import abstractmethod
@@ -132,7 +133,8 @@ def is_image(name: str) -> bool:
 
 def _stem(name: str) -> str:
     """Return a path without its suffix, in composed Unicode (NFC), so that names are compared."""
-    return unicodedata.normalize("NFC", str(PurePosixPath(name).with_suffix("")))
+    root, suffix = posixpath.splitext(name)  # a fifth of the time of PurePosixPath
+    return unicodedata.normalize("NFC", root if suffix != "." else name)
 
 
 def _split_language(name: str) -> tuple[str, str]:

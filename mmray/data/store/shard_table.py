@@ -335,5 +335,5 @@ class _List:
 
 def _list_array(lists: Sequence[Sequence[int] | np.ndarray]) -> pa.ListArray:
     ends = np.cumsum([0, *(len(each) for each in lists)]).astype(np.int32)
-    values = np.concatenate([np.array(each, np.int64) for each in ([], *lists)])
+    values = np.concatenate([np.asarray(each, np.int64) for each in ([], *lists)])
     return pa.ListArray.from_arrays(pa.array(ends), pa.array(values))
