@@ -51,6 +51,8 @@ HEADROOM = 0.05
 # Peak memory of a row divided by the bytes that autograd saves: on a CPU 1.05 (resnet50-bert) to
 # 1.2 (sample).
 PEAK_PER_SAVED = 1.2
+# Rows of the steps that predict the memory of a step on a CPU, which takes seconds there.
+FEW_ROWS = 4
 MakeBatch = Callable[[int], Batch]  # rows -> a synthetic micro-batch on the training device
 
 
@@ -93,8 +95,10 @@ def dry_run(
     def make_batch(rows: int) -> Batch:
         return synthetic_rows(model, config.model, rows, device)
 
+    # With the configured size the graphs of the run are compiled.
+    may_predict = device.type == "cpu" and config.train.compile == "none"
     try:
-        return probe_memory(state, make_batch, batch_shape)
+        return probe_memory(state, make_batch, batch_shape, may_predict)
     except KeyError as error:
         frames = extract_tb(error.__traceback__)
         if any(frame.name == forward_micro_batch.__name__ for frame in frames):
@@ -111,7 +115,7 @@ def dry_run(
 
 
 def probe_memory(
-    state: TrainState, make_batch: MakeBatch, batch_shape: BatchShape
+    state: TrainState, make_batch: MakeBatch, batch_shape: BatchShape, may_predict: bool = False
 ) -> tuple[BatchShape, dict[str, float]]:
     """Take synthetic steps to measure memory and find the micro-batch size that fits.
 
@@ -122,6 +126,8 @@ def probe_memory(
             on the training device.
         batch_shape: Global batch and micro-batch. If its `auto` is True, the largest micro-batch
             that fits on every rank is searched.
+        may_predict: Take steps of few rows in place of one of a given size, if they predict that it
+            takes at most half of the free memory.
 
     Returns:
         The shape with the micro-batch size of the run, and this rank's memory in GiB as
@@ -139,7 +145,7 @@ def probe_memory(
     group.all_reduce_sum(torch.zeros(int(BUCKET_MB * 2**18), device=group.device))
     _allocate_optimizer(state.optimizer)
     probe = MemoryProbe(state, make_batch, batch_shape)
-    size, activations = probe.search() if batch_shape.auto else probe.try_given_size()
+    size, activations = probe.search() if batch_shape.auto else probe.try_given_size(may_predict)
     if group.device.type == "cuda":
         # The reported peak is then the peak of training.
         torch.cuda.reset_peak_memory_stats(group.device)
@@ -189,13 +195,28 @@ class MemoryProbe:
         self._largest = self._activations = self._row_bytes = 0
         self._problem = ""  # the last error of the device
 
-    def try_given_size(self) -> tuple[int, int]:
-        """Take a synthetic step with the configured micro-batch size, which is not searched."""
+    def try_given_size(self, may_predict: bool) -> tuple[int, int]:
+        """Take a synthetic step with the configured micro-batch size, which is not searched; if it
+        may, predict its memory by steps of few rows, and take it only if memory is short.
+        """
         size = self._batch_shape.micro_batch_size
+        if may_predict and size > FEW_ROWS and self._on_all_ranks(self._has_ample_memory(size)):
+            return size, self._expected_activations(size)
         activations = self.try_step(size, min(2 * size, self._rows))
         if self._on_all_ranks(activations is not None):
             return size, activations or 0
         raise self._out_of_memory(size, "on at least one rank")
+
+    def _has_ample_memory(self, size: int) -> bool:
+        """Return whether steps of few rows predict that a size takes at most half of the free
+        memory.
+        """
+        num_micro_batches = min(2, self._batch_shape.accumulation)
+        for rows in (FEW_ROWS // 2, FEW_ROWS):
+            if not self._try_larger(rows, num_micro_batches * rows):
+                return False
+        expected = PEAK_PER_SAVED * self._expected_activations(size)
+        return expected <= free_bytes(self._group) / 2
 
     def search(self) -> tuple[int, int]:
         """Search the largest micro-batch size that fits on every rank, with synthetic steps.
@@ -264,13 +285,19 @@ class MemoryProbe:
                 expected = self._is_expected_to_fit(size)
                 if not (self._on_all_ranks(expected) if self._together else expected):
                     return
-            activations = self.try_step(size, min(2 * size, self._rows))
-            if activations is None:
+            if not self._try_larger(size, min(2 * size, self._rows)):
                 return
-            self._row_bytes = (activations - self._activations) // (size - self._largest)
-            self._largest = size
-            self._activations = activations
             size = min(2 * size, self._rows)
+
+    def _try_larger(self, size: int, rows: int) -> bool:
+        """Take a step with a larger size than before; return whether it fits."""
+        activations = self.try_step(size, rows)
+        if activations is None:
+            return False
+        self._row_bytes = (activations - self._activations) // (size - self._largest)
+        self._largest = size
+        self._activations = activations
+        return True
 
     def _is_expected_to_fit(self, size: int) -> bool:
         """Return whether a size can be tried.

@@ -11,11 +11,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mmray import objectives
+from mmray.config import recipes
 from mmray.engine import memory_probe
 from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
 from mmray.engine.parallel.transforms import is_forced_eager
+from mmray.engine.run_state import TrainState
 from mmray.errors import OutOfMemoryError, TrainingError
+from mmray.models.build import build
+from mmray.models.synthetic import synthetic_rows
 from tests.engine import fake_cuda, toy
 from tests.engine.test_loop import plan_of, train
 
@@ -203,6 +208,40 @@ def test_too_large_micro_batch_is_halved_before_data_is_read():
     with pytest.raises(OutOfMemoryError, match=r"micro-batches of 1 rows .*single row") as error:
         probe(state_with(0), 16, 1)
     assert error.value.retry_shape is None
+
+
+@pytest.mark.parametrize("rows", [96, 40])
+def test_few_rows_predict_the_memory_of_a_given_size(rows):
+    """Of one micro-batch of 40 rows, or of three."""
+    config = recipes.sample()
+    spec = config.model.replace(vocab_size=64)
+    model = build(spec, spec.vocab_size)
+    group = Group()
+    state = TrainState.build(
+        config.train, config.optimizer, model, objectives.build(config.objective), group
+    )
+    shape = BatchShape(rows, 40, world_size=1)
+    sizes = []
+
+    def batch_of(size):
+        sizes.append(size)
+        return synthetic_rows(model, spec, size, group.device)
+
+    whole, predicted = (
+        memory_probe.probe_memory(state, batch_of, shape, may_predict)[1]
+        for may_predict in (False, True)
+    )
+    assert predicted == pytest.approx(whole, rel=0.02)
+    assert max(sizes) == 40 and set(sizes[rows // 40 :]) == {2, 4}
+
+
+def test_given_size_is_tried_unless_memory_is_ample(monkeypatch):
+    """So a run that does not fit is refused as without the prediction."""
+    shape = BatchShape(16, 8, world_size=1)
+    free_bytes_of(monkeypatch, rows=1)
+    message = r"in the dry run with micro-batches of 8 rows .*; continuing with 4 at a time"
+    with pytest.raises(OutOfMemoryError, match=message):
+        memory_probe.probe_memory(state_with(7), lambda rows: toy.rows(rows, 0), shape, True)
 
 
 def test_batch_that_cannot_be_processed_is_refused_before_data_is_read():

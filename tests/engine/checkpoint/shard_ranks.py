@@ -189,10 +189,12 @@ def probe_and_train(group: Group, micro: int | None = None, free: int = 1000) ->
     unchanged = all(map(torch.equal, map(to_local, model.state_dict().values()), before))
     micro = shape.micro_batch_size
     options = {"micro": micro, "static_metrics": table, "log": log}
+    with patch.object(memory_probe, "FEW_ROWS", micro):  # a whole step, without a prediction
+        whole = probe(group, full, micro)[1]
     return {
         "micro": micro,
         "table": table,
-        "full activations": probe(group, full, micro)[1]["memory/activations_gib"],
+        "full activations": whole["memory/activations_gib"],
         "unchanged": unchanged,
         "weights": train(group, "fsdp", model=model, **options),
         "line": log[-1],
