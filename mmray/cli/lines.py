@@ -125,7 +125,7 @@ def load_recipe(name: str, words: Sequence[str]) -> Config:
     kind = KINDS.get(recipe.model.kind)
     # The weights of a kind of transformers define the preprocessing.
     if kind is not None and kind.hf_type and Path(weights[-1]).expanduser().exists():
-        # It imports transformers.
+        # late: it may import transformers
         from mmray.models.pretrained import pretrained_settings
 
         settings = pretrained_settings(weights[-1])

@@ -2,7 +2,7 @@
 SiglipModel, and back.
 
 Shapes come from the tensors, activation and heads from open_clip_config.json or config.json next to
-the file.
+the file. It imports torch when it is called, because a driver that reads the config needs none.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from mmray.errors import UsageError, first_line
 from mmray.plugins import check_installed
 from mmray.storage.weights_json import read_weights_json
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mmray.config.model_kinds import ClipFamily
 
 # Names in checkpoints -> transformers, replaced in this order; q, k and v of a block are packed.
@@ -73,7 +72,10 @@ CONFIG_FILES = ("open_clip_config.json", "config.json")  # next to the weights
 _OPENAI_ENTRIES = ("input_resolution", "context_length", "vocab_size")
 # All published models up to width 1024 have heads of this width; wider image encoders have 16.
 HEAD_WIDTH = 64
-TEXT_HEADS = 8  # open_clip's default
+# open_clip's defaults
+TEXT_HEADS = 8
+DEFAULT_TOKENS = 77
+DEFAULT_VOCAB_SIZE = 49408
 FIT = {"shortest": "crop", "squash": "squash", "longest": "pad"}  # open_clip's resize_mode
 # Settings in open_clip's config that change a model, but not its weights -> values of transformers'
 # classes; the first value of CLIP is open_clip's default.
@@ -102,6 +104,24 @@ def preprocessing(file: Path) -> dict[str, Any]:
     if given.get("resize_mode") in FIT:
         inputs["fit"] = FIT[given["resize_mode"]]
     return inputs
+
+
+def declared_sizes(file: Path) -> dict[str, int]:
+    """Return `image_side`, `max_tokens` and `vocab_size` of a CLIP with a ViT by the config next to
+    its weights; {} if it is another model, or has no config.
+    """
+    model = _read_config(file).get("model_cfg", {})
+    vision = model.get("vision_cfg", {})
+    text = model.get("text_cfg", {})
+    if "hf_model_name" in text or not all(
+        isinstance(vision.get(name), int) for name in ("layers", "patch_size", "image_size")
+    ):
+        return {}
+    return {
+        "image_side": vision["image_size"],
+        "max_tokens": text.get("context_length", DEFAULT_TOKENS),
+        "vocab_size": text.get("vocab_size", DEFAULT_VOCAB_SIZE),
+    }
 
 
 def _read_config(file: Path) -> dict[str, Any]:
@@ -147,6 +167,8 @@ def _replaced(name: str, names: dict[str, str]) -> str:
 
 def _to_siglip(hf: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename and reshape the tensors of SigLIP's attention pooling and text projection."""
+    import torch
+
     for kv in [name for name in hf if name.startswith("vision_model.head.kv.")]:
         packed = torch.cat([hf.pop(name) for name in (kv.replace("kv", "q"), kv) if name in hf])
         hf[f"vision_model.head.attention.in_proj_{kv.rpartition('.')[2]}"] = packed
@@ -166,6 +188,8 @@ def rename_from_hf(hf: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename the weights of transformers' CLIPModel or SiglipModel as open_clip does, the inverse
     of `rename_to_hf`.
     """
+    import torch
+
     packed: dict[str, Tensor] = {}
     for name, tensor in hf.items():
         if ".q_proj." in name:
@@ -336,6 +360,7 @@ def _siglip_image(weights: str, model: dict[str, Any]) -> dict[str, Any]:
         )
     check_installed("timm", "model.weights", "timm")
     import timm
+    import torch
 
     try:
         with torch.device("meta"):

@@ -12,11 +12,11 @@ from mmray.data.text.tokenizer_files import tokenizer_file
 from mmray.data.vlm.families import find_family
 from mmray.errors import UsageError
 from mmray.models import open_clip
-from mmray.models.export.export import EXPORT_MARKER, RESAMPLING
-from mmray.models.weights import load_config, read_state_dict
 from mmray.storage.weights_json import read_weights_json
 
 SETTING = "--weights"
+EXPORT_MARKER = "mmray"  # key in config.json that marks a folder as an export
+RESAMPLING = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
 INTERPOLATIONS = {number: name for name, number in RESAMPLING.items()}
 SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")  # no hub name has one
 # Names of weights in repositories of the hub.
@@ -84,22 +84,31 @@ def _refuse_export(path: Path, given: dict[str, Any]) -> None:
 
 
 def _checkpoint_settings(file: Path) -> dict[str, Any]:
-    """Return the settings that a checkpoint file of open_clip defines."""
-    hf = open_clip.rename_to_hf(read_state_dict(SETTING, str(file), "meta"))
-    sizes = open_clip.infer_sizes(str(file), hf)
-    inputs = {
-        "image_side": sizes["vision"]["image_size"],
-        "max_tokens": sizes["text"]["max_position_embeddings"],
-    }
-    return {
-        "kind": open_clip.model_kind(hf),
-        "vocab_size": sizes["text"]["vocab_size"],
-        "inputs": inputs | open_clip.preprocessing(file),
-    }
+    """Return the settings that a checkpoint file of open_clip defines: the config next to it, or
+    the shapes of its weights.
+    """
+    sizes = open_clip.declared_sizes(file) if file.is_file() else {}
+    kind = "clip"
+    if not sizes:
+        from mmray.models.weights import read_state_dict  # late: it imports torch
+
+        hf = open_clip.rename_to_hf(read_state_dict(SETTING, str(file), "meta"))
+        kind = open_clip.model_kind(hf)
+        inferred = open_clip.infer_sizes(str(file), hf)
+        sizes = {
+            "image_side": inferred["vision"]["image_size"],
+            "max_tokens": inferred["text"]["max_position_embeddings"],
+            "vocab_size": inferred["text"]["vocab_size"],
+        }
+    vocab_size = sizes.pop("vocab_size")
+    inputs = sizes | open_clip.preprocessing(file)
+    return {"kind": kind, "vocab_size": vocab_size, "inputs": inputs}
 
 
 def _hf_settings(weights: str) -> dict[str, Any]:
     """Return the settings that a model of transformers defines, in a folder or on the hub."""
+    from mmray.models.weights import load_config  # late: it imports torch
+
     kinds = {part.hf_type: kind for kind, part in KINDS.items() if part.hf_type}
     config = load_config(SETTING, weights)
     if config.model_type in HF_IMAGE_TYPES:

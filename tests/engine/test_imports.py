@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+from tests.models.test_pretrained import DECLARED, OpenClip, saved
 
 HEAVY = (
     "{'transformers', 'torchvision', 'torch._dynamo', 'torch.distributed.checkpoint', "
@@ -40,3 +43,17 @@ def test_step_of_the_sample_imports_only_torch():
 def test_driver_of_a_run_without_ray_imports_neither_torch_nor_ray():
     code = "import sys, mmray.training.driver; print(sorted({'torch', 'ray'} & sys.modules.keys()))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_driver_reads_the_settings_of_open_clips_weights_without_torch(tmp_path: Path) -> None:
+    """Its config declares sizes and preprocessing, and CLIP's merges define the tokenizer."""
+    file = saved(tmp_path, OpenClip(quick=False), {"model_cfg": DECLARED})
+    code = f"""
+import sys
+from mmray.cli.lines import load_recipe
+from mmray.data.text.tokenizer_files import load_tokenizer
+inputs = load_recipe("clip", ["--model.weights", {str(file)!r}]).model.inputs
+load_tokenizer(inputs.tokenizer, None)
+print(inputs.image_side, sorted({{'torch', 'transformers'}} & sys.modules.keys()))
+"""
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "48 []"

@@ -39,6 +39,18 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS, SIDE, TOKENS = 520, 48, 12  # ids of small_clip_bpe, pixels, positions
 TEXTS = ["a cat", "A dog and a CAT!", "🐶 狗"]
 GELU = {"vision_cfg": {"width": 128}, "text_cfg": {"width": 64, "heads": 4}}
+# what create_model of open_clip needs: all sizes
+DECLARED = {
+    "embed_dim": 32,
+    "vision_cfg": {"image_size": SIDE, "patch_size": 16, "layers": 3, "width": 128},
+    "text_cfg": {
+        "context_length": TOKENS,
+        "vocab_size": ROWS,
+        "layers": 2,
+        "width": 64,
+        "heads": 1,
+    },
+}
 
 
 class Block(nn.Module):
@@ -601,6 +613,16 @@ def test_folder_of_the_hub_has_its_open_clip_file(tmp_path: Path) -> None:
         tmp_path / "open_clip_pytorch_model.bin"
     )
     assert pretrained_config(str(tmp_path)) == pretrained_config(str(file))
+
+
+def test_sizes_in_open_clips_config_equal_those_of_the_weights(tmp_path: Path) -> None:
+    declared = saved(tmp_path / "declared", OpenClip(False), {"model_cfg": DECLARED})
+    inferred = saved(tmp_path / "inferred", OpenClip(False), {"model_cfg": GELU})
+    settings = [pretrained.pretrained_settings(str(file)) for file in (declared, inferred)]
+    for each in settings:
+        del each["weights"], each["inputs"]["tokenizer"]
+    assert settings[0] == settings[1]
+    assert settings[0]["inputs"] == {"image_side": SIDE, "max_tokens": TOKENS}
 
 
 def test_missing_file_is_not_searched_on_the_hub(tmp_path: Path) -> None:

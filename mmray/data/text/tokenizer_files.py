@@ -8,7 +8,15 @@ import string
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, normalizers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from mmray.data.text.tokenizer import declared_pad_id
 from mmray.errors import UsageError, first_line
@@ -20,6 +28,12 @@ MODEL_CONFIG = "config.json"
 OPEN_CLIP_CONFIG = "open_clip_config.json"
 CLIP_BPE = "bpe_simple_vocab_16e6.txt.gz"
 CLIP_MERGES = 49152 - 256 - 2  # the file has more lines than CLIP's vocabulary has merges
+CLIP_START = "<|startoftext|>"
+CLIP_END = "<|endoftext|>"
+CLIP_WORDS = (
+    rf"{re.escape(CLIP_START)}|{re.escape(CLIP_END)}|'s|'t|'re|'ve|'m|'ll|'d"
+    r"|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+)
 CONFIG_FILES = (TOKENIZER_CONFIG, MODEL_CONFIG, OPEN_CLIP_CONFIG)
 # Files of other tokenizers, from which transformers writes a tokenizer.json.
 _OTHER_FILES = ("vocab.txt", "vocab.json", "merges.txt", "*.model")
@@ -141,23 +155,45 @@ def _tokenizer_kind(file: Path, settings: dict[str, Any]) -> str:
 def _read_clip_bpe(file: Path) -> Tokenizer:
     """Read the merges of OpenAI's CLIP; its vocabulary follows from them (Radford et al. 2021,
     clip/simple_tokenizer.py).
-    """
-    from transformers import CLIPTokenizer
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+    It equals CLIPTokenizer of transformers, whose import takes seconds.
+    """
     lines = gzip.decompress(file.read_bytes()).decode().split("\n")
     merges = [line for line in lines[1 : CLIP_MERGES + 1] if line]
-    characters = list(bytes_to_unicode().values())
+    visible = [code for code in range(256) if chr(code).isprintable() and chr(code) != " "]
+    characters = [chr(code) for code in visible]
+    # Each other byte is one of the next characters.
+    characters += [chr(256 + index) for index in range(256 - len(visible))]
     pieces = [
         *characters,
         *(f"{character}</w>" for character in characters),
         *(merge.replace(" ", "") for merge in merges),
-        "<|startoftext|>",
-        "<|endoftext|>",
+        CLIP_START,
+        CLIP_END,
     ]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     pairs: list[Any] = [tuple(merge.split(" ")) for merge in merges]
-    return CLIPTokenizer(vocabulary, pairs).backend_tokenizer
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocabulary,
+            pairs,
+            unk_token=CLIP_END,
+            continuing_subword_prefix="",
+            end_of_word_suffix="</w>",
+            fuse_unk=False,
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
+    )
+    words = pre_tokenizers.Split(Regex(CLIP_WORDS), behavior="removed", invert=True)
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([CLIP_START, CLIP_END])
+    start, end = ((token, vocabulary[token]) for token in (CLIP_START, CLIP_END))
+    tokenizer.post_processor = processors.RobertaProcessing(end, start, False, False)
+    return tokenizer
 
 
 def _canonicalize(tokenizer: Tokenizer) -> None:

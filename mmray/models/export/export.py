@@ -25,6 +25,7 @@ from mmray.models import lora
 from mmray.models.caption_decoder import DECODER_FILE
 from mmray.models.export import open_clip as open_clip_files
 from mmray.models.open_clip import rename_from_hf
+from mmray.models.pretrained import EXPORT_MARKER, RESAMPLING
 from mmray.models.protocol import Model, as_model
 from mmray.models.weights import save_weights
 from mmray.storage.paths import AnyPath, RemotePath, copy_file, move_tree, temp_dir, to_path
@@ -37,8 +38,6 @@ TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 PREPROCESSOR = "preprocessor_config.json"
 EXPORT_FILES = {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, PREPROCESSOR, CARD}
-RESAMPLING = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
-EXPORT_MARKER = "mmray"  # key in config.json that marks a folder as an export
 ExportFormat = Literal["transformers", "open_clip"]
 FILE_NAMES = "mmray_files"  # key in config.json with the names of all files of an export
 

@@ -22,7 +22,8 @@ from mmray.data.vlm.reader import read_clip
 from mmray.data.vlm.video import kind_of
 from mmray.errors import DataError, UsageError
 from mmray.models import lora
-from mmray.models.export.export import CARD, CONFIG, EXPORT_MARKER, replace_export
+from mmray.models.export.export import CARD, CONFIG, replace_export
+from mmray.models.pretrained import EXPORT_MARKER
 from mmray.storage.paths import AnyPath, RemotePath, copy_file, temp_dir, to_path
 from mmray.version import VERSION
 

@@ -17,6 +17,7 @@ import regex
 from tokenizers import Tokenizer
 from transformers import (
     AutoTokenizer,
+    CLIPTokenizer,
     Siglip2Tokenizer,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -124,6 +125,9 @@ def test_clip_bpe_has_the_ids_of_openai(real: bool, tmp_path: Path) -> None:
         encoder.vocab_size - 1,
     ]
     assert load_tokenizer(str(file.parent), None) == loaded if not real else True
+    model = json.loads(loaded)["model"]
+    merges = [tuple(pair) for pair in model["merges"]]
+    assert loaded == CLIPTokenizer(model["vocab"], merges).backend_tokenizer.to_str()
 
 
 @pytest.mark.parametrize(
