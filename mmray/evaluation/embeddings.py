@@ -103,12 +103,14 @@ def embed_dataset(
         batches = data.batches(group.rank, group.world_size, data.settings.limit)
         for own in steps_in_lockstep(model, batches, group):
             batch = synthetic if own is None else own
-            rows = _with_first_captions(batch, group.device)
+            # index of the first caption of each row, int64 [B]
+            first = torch.searchsorted(batch["caption_row"], batch["row"])
+            rows = _with_captions(batch, first, group.device)
             if has_captions:
                 outputs = model(rows)
             image = outputs["image_embed"] if has_captions else model.embed_image(rows["image"])
-            first = outputs.get("text_embed") if has_captions else None
-            text = _embed_captions(model, batch, data, group, first) if with_texts else None
+            known = outputs.get("text_embed") if has_captions else None
+            text = _embed_captions(model, batch, data, group, first, known) if with_texts else None
             heads = as_model(model).head_scores(rows)
             if own is None:
                 continue
@@ -144,36 +146,36 @@ def _synthetic_batch(data: EvalDataset, device: torch.device) -> Batch:
     return batch | {"row": row, "caption_row": row}
 
 
-def _with_first_captions(batch: Batch, device: torch.device) -> Batch:
-    """Return a batch on a device with the first caption of each image, for the heads."""
-    first = _first_captions(batch)
-    captions = {name: batch[name].to(device)[first] for name in TOKEN_COLUMNS}
+def _with_captions(batch: Batch, index: Tensor, device: torch.device) -> Batch:
+    """Return a batch on a device with one caption of each image, for the heads."""
+    captions = {name: batch[name].to(device)[index] for name in TOKEN_COLUMNS}
     return {name: column.to(device) for name, column in batch.items()} | captions
 
 
-def _first_captions(batch: Batch) -> Tensor:
-    """Return the index of the first caption of each row, int64 [B]."""
-    return torch.searchsorted(batch["caption_row"], batch["row"])
-
-
 def _embed_captions(
-    model: ImageTextModel, batch: Batch, data: EvalDataset, group: Group, first: Tensor | None
+    model: ImageTextModel,
+    batch: Batch,
+    data: EvalDataset,
+    group: Group,
+    first: Tensor,
+    known: Tensor | None,
 ) -> Tensor:
     """Embed the captions of a batch as `embed_texts` does, `evaluate.batch` at a time.
 
     Args:
-        first: Embeddings of the first caption of each row [B, D], which a forward has returned;
-            None: they are computed too.
+        first: Index of the first caption of each row, int64 [B].
+        known: Embeddings of these captions [B, D], which a forward has returned; None: they are
+            computed too.
     """
     rows = data.settings.batch
-    if first is None:
+    if known is None:
         return embed_texts(model, batch, rows, group)
-    index = _first_captions(batch).cpu()
+    index = first.cpu()
     is_other = torch.ones(len(batch["input_ids"]), dtype=torch.bool)
     is_other[index] = False
     others = {name: batch[name].cpu()[is_other] for name in TOKEN_COLUMNS}
-    text = torch.empty(len(is_other), first.shape[1])
-    text[index] = first.float().cpu()
+    text = torch.empty(len(is_other), known.shape[1])
+    text[index] = known.float().cpu()
     embedded = embed_texts(model, others, rows, group)
     if len(embedded):
         text[is_other] = embedded
