@@ -9,8 +9,8 @@ import os
 import pickle
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from mmray.storage.paths import AnyPath, file_size, write_atomic
 
 # Most tasks, of which each takes 11 ms and 4 KB of the driver: with more items, several share one.
 MAX_TASKS = 1_000
-MAX_TASKS_PER_CPU = 8  # of a larger cluster
+MAX_TASKS_PER_CPU = 4  # of a larger cluster; with 8, 1,000 CPUs would wait for the driver
 MAX_TASKS_IF_GROWING = 50_000  # of a cluster to which nodes can be added
 TASKS_PER_NEW_CORE = 4  # for which nodes are requested, as many as the cluster can add
 TASKS_PER_CORE = 10
@@ -91,8 +91,6 @@ def _map_on_ray(
     from mmray.cluster.waiting import wait_for_data_cpu
 
     selector = wait_for_data_cpu().label_selector
-    logger = logging.getLogger("ray.data")  # its import has set a level
-    level = logger.level
     context = ray.data.DataContext.get_current().copy()  # the user may run Ray Data, too
     context.enable_progress_bars = context.print_on_execution_start = False
     context.execution_options.label_selector = selector or None
@@ -120,7 +118,7 @@ def _map_on_ray(
             "concurrency": (1, min(tasks, num_gpus)),
         }
     # map_batches deprecates max_retries but has no other way to set it
-    with ray.data.DataContext.current(context), warnings.catch_warnings():
+    with ray.data.DataContext.current(context), warnings.catch_warnings(), _only_errors():
         warnings.simplefilter("ignore")
         dataset = ray.data.from_items(rows, override_num_blocks=tasks)
         results = dataset.map_batches(call, batch_size=1, batch_format="numpy", **options)
@@ -131,18 +129,29 @@ def _map_on_ray(
     autoscaler = placement.AutoscalerRequest(f"mmray-{os.urandom(4).hex()}")
     num_cores = -(-tasks // TASKS_PER_NEW_CORE) if can_grow else 0
     try:
-        logger.setLevel(logging.ERROR)
         autoscaler.request({"CPU": 1.0}, selector, num_cores)
-        for row in results.iter_rows():
-            autoscaler.request({"CPU": 1.0}, selector, num_cores)
-            yield pickle.loads(row["result"])
+        with _only_errors():
+            for row in results.iter_rows():
+                autoscaler.request({"CPU": 1.0}, selector, num_cores)
+                yield pickle.loads(row["result"])
     except ray.exceptions.RayTaskError:  # also a RayError; the task could not be started
         raise
     except ray.exceptions.RayError as error:
         raise ResourceError(f"prepare workers died: {error}\n{hint}") from error
     finally:
-        logger.setLevel(level)
         autoscaler.cancel()
+
+
+@contextmanager
+def _only_errors() -> Iterator[None]:
+    """Log only errors of Ray Data in the block."""
+    logger = logging.getLogger("ray.data")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def run_with_crash_limit(

@@ -43,7 +43,7 @@ def task_of(item):
     return item, ray.get_runtime_context().get_task_id()
 
 
-def test_many_items_share_tasks(local_ray, monkeypatch):
+def test_many_items_share_tasks(local_ray, monkeypatch, capfd):
     monkeypatch.setattr(tasks, "MAX_TASKS", 2)
     monkeypatch.setattr(tasks, "MAX_TASKS_PER_CPU", 0)
     logger = logging.getLogger("ray.data")
@@ -51,6 +51,7 @@ def test_many_items_share_tasks(local_ray, monkeypatch):
     results = dict(map_tasks(task_of, range(7)))
     assert sorted(results) == list(range(7)) and len({*results.values()}) == 2
     assert logger.level == logging.INFO
+    assert "deprecated" not in capfd.readouterr().err
 
 
 def faulty(item):
