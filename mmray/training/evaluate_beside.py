@@ -1,7 +1,7 @@
 """Evaluation of checkpoints in tasks of Ray while training continues (`evaluate.where beside`).
 
-Metrics are in evaluations.jsonl of the run, one line for each checkpoint, because rank 0 writes
-metrics.jsonl meanwhile.
+Metrics are in evaluations.jsonl of the run, one line for each checkpoint, and in TensorBoard in its
+folder `evaluations`, because rank 0 writes the files of the run meanwhile.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 CHECK_INTERVAL_S = 5.0  # between two looks for new checkpoints
 WAIT_S = 1.0
+EVENTS_DIR = "evaluations"  # folder of TensorBoard events in that of the run
 
 
 class BesideEvaluator:
@@ -147,4 +150,11 @@ def _evaluate(
     device = torch.device("cuda" if ray.get_gpu_ids() else "cpu")
     cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
     torch.set_num_threads(max(1, int(cpus)))
-    return score_checkpoint(config, Group(device=device), tokenizer_json, held_out, checkpoint)
+    scores = score_checkpoint(config, Group(device=device), tokenizer_json, held_out, checkpoint)
+    if isinstance(checkpoint, Path):
+        from torch.utils.tensorboard import SummaryWriter
+
+        with suppress(OSError), SummaryWriter(str(checkpoint.parents[1] / EVENTS_DIR)) as events:
+            for name, value in scores.items():
+                events.add_scalar(f"evaluate/{name}", value, files.step_of(checkpoint))
+    return scores

@@ -5,11 +5,13 @@ training; tests/cluster has runs of several workers.
 import json
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import mmray
 from mmray.engine.checkpoint import files
 from mmray.errors import UsageError
 from mmray.training.driver import train
+from mmray.training.evaluate_beside import EVENTS_DIR
 from mmray.training.validate import unsupported_reasons
 from tests.training.runs import STEPS, Silent, config, lines, make_data, marks
 
@@ -125,6 +127,10 @@ def test_metrics_and_best_beside_training_equal_those_in_training(unkilled, data
     assert shown in (beside.path / "report.html").read_text()
     notes = [text for label, text in reporter.notes if label == "evaluate"]
     assert len(notes) == len(EVALUATED) and all("recall@1" in text for text in notes)
+    events = EventAccumulator(str(beside.path / EVENTS_DIR)).Reload()
+    in_events = {each.step: each.value for each in events.Scalars("evaluate/recall_at_1/mean")}
+    recalls = {step: each["evaluate/recall_at_1/mean"] for step, each in found.items()}
+    assert in_events == pytest.approx(recalls)
     # The best one is kept, although it has no metrics of its own.
     files.prune(beside.path / "checkpoints", 1, f"evaluate/{best['metric']}")
     kept = files.complete_steps(beside.path / "checkpoints")
