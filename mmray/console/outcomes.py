@@ -90,8 +90,8 @@ def log_manifest(manifest: Manifest, out: str, reporter: RunReporter) -> None:
     for line in manifest.notice_lines:
         reporter.log(line, "notice")
     if manifest.num_same_text:
-        text = "rows repeat the captions of an earlier row; they are kept"
-        reporter.log(f"{manifest.num_same_text:,} {text}", "captions")
+        text = "rows repeat the texts of an earlier row; they are kept"
+        reporter.log(f"{manifest.num_same_text:,} {text}", "texts")
     if leakage := manifest.leakage:
         total = leakage["exact"] + leakage["near"]
         kinds = f"{leakage['exact']:,} exact, {leakage['near']:,} near-duplicates"
