@@ -139,7 +139,7 @@ class ParquetSource(Source):
             return
         most = MAX_CHUNK_BYTES * ends[-1] // max(1, num_bytes) if ends else 0
         start = 0
-        for end, following in zip(ends, [*ends[1:], None], strict=True):
+        for end, following in zip(ends, [*ends[1:], None], strict=False):  # none of an empty file
             grown = self.chunk_rows(rows_per_chunk, rows + start)
             limit = max(rows_per_chunk, min(grown, most))
             if following is not None and following - start <= limit:

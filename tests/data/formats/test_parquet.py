@@ -59,6 +59,14 @@ def test_large_file_is_split_into_row_ranges(
     assert [item.line for item in items] == list(range(1, COUNT + 1))
 
 
+def test_file_without_row_groups_has_no_chunks(tmp_path):
+    pq.write_table(TABLE, tmp_path / "a.parquet")
+    pq.ParquetWriter(tmp_path / "b.parquet", TABLE.schema).close()
+    assert pq.ParquetFile(tmp_path / "b.parquet").num_row_groups == 0
+    chunks = ParquetSource(tmp_path, "", {}).scan(COUNT)
+    assert [(chunk.file, chunk.num_rows) for chunk in chunks] == [("a.parquet", COUNT)]
+
+
 def test_output_of_save_to_disk_has_all_rows_and_splits(tmp_path):
     """The package writes one folder a split, several files, and the rows of an index in order."""
     from datasets import Dataset, DatasetDict
