@@ -24,6 +24,7 @@ from mmray.models import open_clip
 from mmray.models.caption_decoder import CaptionDecoder, build_decoder, left_out_decoder
 from mmray.models.encoders.positions import lengthen_text_model, resize_vision_model
 from mmray.models.pixels import NaflexEmbeddings, PatchEmbeddings, residual_stream
+from mmray.models.pretrained import checkpoint_file
 from mmray.models.protocol import PRETRAINED, Encoded, Model, Outputs, WeightSource
 from mmray.models.weights import (
     WEIGHTS_SETTING,
@@ -267,6 +268,7 @@ class PretrainedDualEncoder(DualEncoder):
 def _pretrained_network(spec: ClipFamily, model_class: Any) -> Any:
     """Return a model of transformers with the weights that `spec` names."""
     config_class = model_class.config_class
+    spec = spec.replace(weights=checkpoint_file(spec.weights))
     if not spec.is_checkpoint_file:
         config = load_config(WEIGHTS_SETTING, spec.weights, (config_class.model_type,))
         open_clip.check_activation(spec, config.text_config.hidden_act)

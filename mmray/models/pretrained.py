@@ -43,14 +43,8 @@ def pretrained_settings(weights: str) -> dict[str, Any]:
     Raises:
         UsageError: The weights cannot be read, or define no model of a built-in kind.
     """
+    weights = checkpoint_file(weights)
     path = Path(weights).expanduser()
-    given = read_weights_json(SETTING, weights, ["config.json"]) if path.is_dir() else {}
-    if "model_type" not in given:
-        _refuse_export(path, given)
-        files = [path / name for name in OPEN_CLIP_FILES if (path / name).is_file()]
-        if files:
-            path = files[0]
-            weights = str(path)
     if path.is_file() or (path.suffix in SUFFIXES and not path.is_dir()):
         settings = _checkpoint_settings(path)
         folder = path.parent
@@ -65,6 +59,22 @@ def pretrained_settings(weights: str) -> dict[str, Any]:
     elif not folder.is_dir():
         settings["inputs"]["tokenizer"] = weights  # a hub name
     return {"weights": weights} | settings
+
+
+def checkpoint_file(weights: str) -> str:
+    """Return the file of open_clip in a folder that transformers cannot open; otherwise the weights
+    as they are.
+
+    Raises:
+        UsageError: The folder is an export that only mmray.load opens.
+    """
+    path = Path(weights).expanduser()
+    given = read_weights_json(SETTING, weights, ["config.json"]) if path.is_dir() else {}
+    if "model_type" in given:
+        return weights
+    _refuse_export(path, given)
+    files = (path / name for name in OPEN_CLIP_FILES)
+    return next((str(file) for file in files if file.is_file()), weights)
 
 
 def _refuse_export(path: Path, given: dict[str, Any]) -> None:

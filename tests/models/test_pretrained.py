@@ -612,7 +612,11 @@ def test_folder_of_the_hub_has_its_open_clip_file(tmp_path: Path) -> None:
     file = saved(tmp_path, OpenClip(False), {"model_cfg": GELU}).rename(
         tmp_path / "open_clip_pytorch_model.bin"
     )
-    assert pretrained_config(str(tmp_path)) == pretrained_config(str(file))
+    config = pretrained_config(str(file))
+    assert pretrained_config(str(tmp_path)) == config
+    of_folder = build(config.model.replace(weights=str(tmp_path)), ROWS)
+    of_file = build(config.model, ROWS)
+    torch.testing.assert_close(of_folder.state_dict(), of_file.state_dict(), rtol=0, atol=0)
 
 
 def test_sizes_in_open_clips_config_equal_those_of_the_weights(tmp_path: Path) -> None:
