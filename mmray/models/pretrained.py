@@ -72,9 +72,11 @@ def checkpoint_file(weights: str) -> str:
     given = read_weights_json(SETTING, weights, ["config.json"]) if path.is_dir() else {}
     if "model_type" in given:
         return weights
+    for name in OPEN_CLIP_FILES:
+        if (path / name).is_file():
+            return str(path / name)
     _refuse_export(path, given)
-    files = (path / name for name in OPEN_CLIP_FILES)
-    return next((str(file) for file in files if file.is_file()), weights)
+    return weights
 
 
 def _refuse_export(path: Path, given: dict[str, Any]) -> None:

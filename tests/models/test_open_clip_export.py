@@ -84,6 +84,13 @@ def token_ids(tokenizer: str, texts: list[str], length: int) -> Tensor:
     return torch.from_numpy(padded)
 
 
+def test_export_is_weights_of_evaluation_and_of_a_further_run(tmp_path: Path) -> None:
+    model = exported("clip", tmp_path)
+    spec = pretrained_config(str(tmp_path)).model
+    again = build(spec.replace(weights=str(tmp_path)), spec.vocab_size)
+    torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
 @pytest.mark.usefixtures("tiny_timm")
 @pytest.mark.parametrize("kind", SPECS)
 def test_open_clip_opens_an_export_with_equal_outputs(kind: str, tmp_path: Path) -> None:
