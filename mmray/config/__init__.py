@@ -94,7 +94,7 @@ class Config(Section):
         if names == {"model.vision"}:
             model = model.replace(weights="none")
         elif names == {"model.weights"} and isinstance(model, Vlm):
-            model = model.replace(vision="none", language="none")
+            model = model.replace(vision="none", language="none", projector="mlp")
         return self.replace(train=train, batch=self.batch.without_overridden(given), model=model)
 
 

@@ -607,11 +607,16 @@ class Vlm(Model):
     vision: Weights = Field(
         "none",
         description="In place of `weights`: a folder or hub name of a CLIP or SigLIP, whose image "
-        "encoder becomes part of a new LLaVA with a projector of two layers.",
+        "encoder becomes part of a new model.",
     )
     language: Weights = Field(
         "none",
-        description="Folder or hub name of the causal language model of the new LLaVA.",
+        description="Folder or hub name of the causal language model of the new model.",
+    )
+    projector: Literal["mlp", "pixel_shuffle"] = Field(
+        "mlp",
+        description="Projector of the new model: two layers (a LLaVA), or pixel shuffle and one "
+        "layer (an Idefics3 with a SigLIP), with up to 16 times fewer tokens.",
     )
 
     @property
@@ -634,9 +639,12 @@ class Vlm(Model):
                 "weights; set a folder saved by transformers, or a hub name; or model.vision and "
                 "model.language, for a new model"
             ]
-        if parts != {"none"} and ("none" in parts or self.weights != "none"):
+        if (parts != {"none"} or self.projector != "mlp") and (
+            "none" in parts or self.weights != "none"
+        ):
             return [
-                "model.vision, model.language: a new model needs both, and no model.weights (got "
+                "model.vision, model.language: a new model (and model.projector) needs both, and "
+                "no model.weights (got "
                 f"`{self.vision}`, `{self.language}` and `{self.weights}`)"
             ]
         return []

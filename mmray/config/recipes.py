@@ -279,7 +279,7 @@ def vlm() -> Config:
 
 
 def vlm_align() -> Config:
-    """Return the recipe that trains the projector of a new LLaVA of SigLIP 2 and Qwen3, or of
+    """Return the recipe that trains the projector of a new model of SigLIP 2 and Qwen3, or of
     another `model.vision` and `model.language`, on captions; both are frozen.
 
     It is the first stage of LLaVA; the second one is `vlm` from its export.

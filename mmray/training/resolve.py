@@ -313,11 +313,11 @@ def describe_unused_texts(train_set: TrainSet, search: UnusedTextSearch) -> Iter
 
 def with_written_weights(config: Config, log: Log = lambda text, label: None) -> Config:
     """Write the model that the run starts with to `data.cache`, unless it is there, and return the
-    config with its folder as `model.weights`: `sample-vlm`, or the LLaVA of `model.vision` and
+    config with its folder as `model.weights`: `sample-vlm`, or the new model of `model.vision` and
     `model.language`.
 
     Args:
-        log: Called with a line about a LLaVA, and a label.
+        log: Called with a line about a new model, and a label.
 
     Raises:
         UsageError: `data.cache` is on an object store, or not writable; or a part does not fit.
@@ -339,11 +339,12 @@ def with_written_weights(config: Config, log: Log = lambda text, label: None) ->
     parts = (model.vision, model.language)
     digest = sha256(repr([_files_of(part) for part in parts]).encode()).hexdigest()[:12]
     file = write_once(
-        cache / f"llava-{digest}" / MODEL_CONFIG, lambda folder: assemble(*parts, folder)
+        cache / f"vlm-{model.projector}-{digest}" / MODEL_CONFIG,
+        lambda folder: assemble(*parts, folder, model.projector),
     )
-    log(f"{file.parent} is a LLaVA of {' and '.join(parts)}", "model")
-    own = {"weights": str(file.parent), "vision": "none", "language": "none"}
-    return config.replace(model=model.replace(**own))
+    log(f"{file.parent} is a new model of {' and '.join(parts)}", "model")
+    own = {"vision": "none", "language": "none", "projector": "mlp"}
+    return config.replace(model=model.replace(weights=str(file.parent), **own))
 
 
 def _files_of(weights: str) -> list[Any]:

@@ -216,7 +216,8 @@ def budget_arguments(
     is_of_qwen = "merge_size" in image_settings
     by_pixels = is_of_qwen and {"shortest_edge", "longest_edge"} <= size.keys()
     by_tiles = image_settings.get("crop_to_patches")
-    by_edge = image_settings.get("max_image_size")  # the longest one of an image
+    # The longest one of an image; without tiles images have one size.
+    by_edge = image_settings.get("do_image_splitting") and image_settings.get("max_image_size")
     for name, value, has_limit in (
         ("max_pixels", max_pixels, by_pixels or by_edge or by_tiles),
         ("min_pixels", min_pixels, by_pixels),
