@@ -223,6 +223,7 @@ def test_pixel_shuffle_joins_squares_that_divide_the_grid(parts, side, tokens, t
     row = encoder.encode(turns, [photo(60, 40)])
     [image_id] = encoder.tokenizer.convert_tokens_to_ids(["<image>"])
     assert (row.input_ids == image_id).sum() == tokens
+    assert len(encoder.tokenizer.tokenize(IMAGE["pixel_shuffle"])) == 4
     net = hf.Idefics3ForConditionalGeneration.from_pretrained(tmp_path / "new")
     pixels = torch.tensor(row.images["pixel_values"])[None].float()
     net(input_ids=torch.tensor(row.input_ids[None]).long(), pixel_values=pixels)
