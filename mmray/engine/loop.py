@@ -249,7 +249,11 @@ class Trainer:
         metrics["train/lr"] = lr_at(step, spec.optimizer, spec.plan.steps)
         metrics["train/grad_norm"] = result.grad_norm
         metrics["train/skipped_steps"] = self.progress.skipped
-        metrics["batch/micro"] = self.spec.batch_shape.micro_batch_size
+        shape = spec.batch_shape
+        if shape.micro_tokens is None:
+            metrics["batch/micro"] = shape.micro_batch_size
+        else:
+            metrics["batch/tokens"] = shape.micro_tokens
         metrics |= padding_fractions(token_counts)
         metrics |= source_metrics(spec.sources, sums[len(sums) - len(by_source) :])
         return metrics | spec.static_metrics | reduced

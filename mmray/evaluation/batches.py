@@ -156,9 +156,10 @@ class EvalReader:
                 yield self._collate(items[start : start + size])
             self.on_progress("rows", len(part))
 
-    def skip(self, number: int, error: Exception) -> None:
+    def skip(self, number: int, error: Exception, source: str = "") -> None:
         """Add an unreadable row to `skipped`; the first of each 1000 is logged."""
-        self.skipped.append(f"row {number}: {error}")
+        place = f" ({source})" if source else ""
+        self.skipped.append(f"row {number}{place}: {error}")
         if len(self.skipped) % 1000 == 1:
             logging.getLogger(__name__).warning("evaluation skips %s", self.skipped[-1])
 

@@ -287,7 +287,7 @@ class ConversationEvaluator(EvalReader):
         try:
             return compute(row)
         except (BadImage, RowError) as error:
-            self.skip(number, error)
+            self.skip(number, error, row.source)
             return None
 
     def _generate_answers(self, vlm: Vlm, group: Group) -> list[Answer]:
@@ -301,8 +301,10 @@ class ConversationEvaluator(EvalReader):
             media = []
             references = []
             for number, row in part or ():
-                decoded = self._try(number, row, self.reader.media_of)
-                if decoded is None:
+                try:
+                    self._encode(row)  # a row that is too long has no answer either
+                    decoded = self.reader.media_of(row)
+                except (BadImage, RowError):  # skipped and counted with the losses
                     continue
                 messages = row.conversations(self.reader.question)[0]
                 prompt = _prompt(messages)
@@ -311,8 +313,17 @@ class ConversationEvaluator(EvalReader):
                 )
                 prompts.append(prompt)
                 media.append(decoded[:num_media])
-                answers = [message_text(messages[len(prompt)])] if row.messages else row.texts
-                references.append((number, [*map(without_reasoning, answers)]))
+                correct: list[Message] = messages[len(prompt) : len(prompt) + 1]
+                if not row.messages:
+                    correct = [
+                        {"role": "assistant", "content": [{"type": "text", "text": text}]}
+                        for text in row.texts
+                    ]
+                # Generated answers have no reserved tokens either.
+                cleaned = self.reader.encoder.template.clean(correct)
+                references.append(
+                    (number, [without_reasoning(message_text(each)) for each in cleaned])
+                )
             lockstep = in_lockstep(vlm, group)
             if prompts or lockstep:
                 answers = vlm.answer(prompts, media, MAX_NEW_TOKENS, lockstep)

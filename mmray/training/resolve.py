@@ -300,6 +300,11 @@ def describe_unused_texts(train_set: TrainSet, search: UnusedTextSearch) -> Iter
 
     Searching stores a column in the set; a line names a set to which it cannot be written.
     """
+    if not search.ends_turns:
+        yield (
+            "the chat template of model.weights writes no token at the end of an answer, so the "
+            "model does not learn where to stop: add its end token there in a copy of the folder"
+        )
     try:
         values = token_counts(train_set, search)
     except ResourceError as error:

@@ -118,7 +118,12 @@ def _with_shape(
     it learns, but a requested micro-batch was not measured then.
     """
     requested = shape.micro_batch_size
-    actual = min(requested, int(lines[-1].get("batch/micro") or requested)) if lines else requested
+    line = lines[-1] if lines else {}
+    actual = int(line.get("batch/micro") or requested)
+    if shape.micro_tokens is not None:
+        tokens = int(line.get("batch/tokens") or shape.micro_tokens)
+        actual = requested * tokens // shape.micro_tokens
+    actual = min(requested, actual)
     if actual < requested and (shape.auto or GOALS[goal].eval_metric):
         shape = shape.with_micro_batch_size(actual)
     row = replace(

@@ -196,6 +196,11 @@ class ChatTemplate:
                 turn = marked[first:stop]
             else:
                 turn = [self._turn_span(conversation, index, text)]
+            if turn and self.turn_end:
+                # Marks may leave out the end, without which the model does not learn to stop.
+                first, last = turn[-1]
+                end = re.compile(rf"\s*{re.escape(self.turn_end)}").match(text, last)
+                turn[-1] = (first, end.end() if end else last)
             for first, last in turn:
                 if targets.without_reasoning:
                     first = _after_reasoning(conversation[index], text, first, last)
@@ -262,6 +267,18 @@ class ChatTemplate:
         if self._keeps_starts:
             raise RowError("messages", message)
         raise UsageError(f"{WEIGHTS_SETTING}: {message}")
+
+    @cached_property
+    def turn_end(self) -> str:
+        """The special token that the chat template writes at the end of an answer; "": none."""
+        turns = [
+            {"role": role, "content": [{"type": "text", "text": text}]}
+            for role, text in (("user", "a"), ("assistant", "\ue000"))
+        ]
+        after = ""
+        with suppress(RowError):  # no template of such conversations
+            after = self.render(turns).rpartition("\ue000")[2].lstrip()
+        return next((token for token in self.reserved_tokens if after.startswith(token)), "")
 
     @cached_property
     def omitted_reasoning(self) -> tuple[str, ...]:

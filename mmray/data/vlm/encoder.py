@@ -229,6 +229,7 @@ class ProcessorEncoder:
             self.tokenizer.special_tokens_map,
             self.template.source,
             self.reserved_tokens,
+            self.template.turn_end,
             *(each.to_json_string() for each in processors if each is not None),
             self._image_arguments,
             video_processor and (vars(video_processor), self.frames, self.frame_rate),

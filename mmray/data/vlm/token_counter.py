@@ -78,7 +78,9 @@ class ProcessorCounter:
         if encoder.family == GENERAL:
             check_counts(encoder)
         search = UnusedTextSearch(
-            tuple(encoder.reserved_tokens), encoder.template.omitted_reasoning
+            tuple(encoder.reserved_tokens),
+            encoder.template.omitted_reasoning,
+            bool(encoder.template.turn_end),
         )
         return encoder.digest, search
 
@@ -121,10 +123,12 @@ class UnusedTextSearch:
     Args:
         tokens: Tokens that are removed from texts.
         omitted_reasoning: `ChatTemplate.omitted_reasoning`.
+        ends_turns: Whether the template writes a token at the end of an answer.
     """
 
     tokens: tuple[str, ...]
     omitted_reasoning: tuple[str, ...] = ()
+    ends_turns: bool = True
 
     @property
     def digest(self) -> str:

@@ -53,7 +53,8 @@ METRICS = {
     "train/skipped_steps": MetricInfo(
         "Updates of the run that were not applied, because the gradient was not finite."
     ),
-    "batch/micro": MetricInfo("Rows of a micro-batch."),
+    "batch/micro": MetricInfo("Rows of a micro-batch, without batch.tokens."),
+    "batch/tokens": MetricInfo("Most tokens of a micro-batch, with batch.tokens."),
     "batch/padding": MetricInfo("Fraction of text tokens that are padding."),
     "batch/padding_audio": MetricInfo("Fraction of samples of audio that are padding."),
     "batch/padding_video": MetricInfo("Fraction of frames of video that are padding."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -111,6 +112,25 @@ def test_row_over_max_tokens_is_explained_with_its_count(prepared, spec):
 def answer_metrics(answers, references):
     assert len(answers) == len(references)
     return {"own/references": sum(map(len, references))}
+
+
+def test_rows_that_are_too_long_have_no_answer_and_references_no_reserved_tokens(
+    tmp_path, spec, model, caplog
+):
+    rows = stored_rows(3)
+    for number, words in {0: "long " * 3000, 1: "see <|im_end|>"}.items():
+        last = {"role": "assistant", "content": [{"type": "text", "text": words}]}
+        rows[number] = replace(rows[number], messages=[*rows[number].messages[:-1], last])
+    held_out = make_set(tmp_path, rows)
+    evaluate = Evaluate(batch=2, num_generations=3)
+    config = SimpleNamespace(model=spec, evaluate=evaluate, data=None, objective=Objective())
+    shown = []
+    evaluator = ConversationEvaluator(config, held_out, 10**7)
+    scores = evaluator.score(model, Group(), None, 4, shown.append)
+    assert (scores["rows"], scores["bad_rows"], scores["answered"]) == (2, 1, 2)
+    assert [each["references"] for each in shown[0]["answers"]] == [["see "], ["blue"]]
+    [line] = caplog.messages
+    assert rows[0].source in line and "tokens exceed" in line
 
 
 def test_evaluation_counts_the_targets_of_all_rows(prepared, spec, model):

@@ -54,6 +54,21 @@ def test_targets_of_an_answer_with_media_are_its_texts_and_the_end(folder_of, fa
     assert targets(encoder, messages, media) == expected
 
 
+MARKED = """{% for message in messages %}<|im_start|>{{ message['role'] }}
+{% for part in message['content'] %}{% if message['role'] == 'assistant' %}{% generation %}
+{{- part['text'] }}{% endgeneration %}{% else %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""  # as that of LLaVA-OneVision: the end is not in the marks
+
+
+def test_end_of_a_turn_is_a_target_also_outside_the_marks(copy_of):
+    encoder = ProcessorEncoder(str(copy_of("qwen3_vl", MARKED)), 500)
+    turns = [("user", "a?"), ("assistant", "One."), ("user", "b?"), ("assistant", "Two.")]
+    messages = [{"role": role, "content": [text(words)]} for role, words in turns]
+    assert targets(encoder, messages) == "One.<|im_end|>Two.<|im_end|>"
+    assert targets(encoder, messages, last_only=True) == "Two.<|im_end|>"
+
+
 def test_medium_that_the_template_does_not_render_is_a_bad_row(copy_of):
     """Published templates of Qwen3-VL write only the texts of an answer."""
     template = TEMPLATES["qwen3_vl"].replace(

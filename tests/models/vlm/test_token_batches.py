@@ -21,6 +21,7 @@ from mmray.errors import DataError
 from mmray.models.vlm.model import Vlm
 from mmray.training.resolve import describe_unused_texts
 from tests.made import make_set
+from tests.models.vlm.folders import TEMPLATES
 from tests.models.vlm.rows import stored_rows, text
 from tests.models.vlm.test_targets import AGENT, turn
 
@@ -90,6 +91,17 @@ def test_set_without_the_sizes_of_its_images_is_refused(folder_of, tmp_path, in_
     rows[2].media[0].width = 0
     with pytest.raises(DataError, match=r"row row-2 .* --check full"):
         token_counts(make_set(tmp_path, rows), ProcessorCounter(str(folder_of("qwen3_vl"))))
+
+
+def test_template_that_writes_no_end_of_an_answer_is_named(copy_of, tmp_path, in_process):
+    prepared = make_set(tmp_path, stored_rows(1))
+    template = TEMPLATES["qwen3_vl"]
+    lines = []
+    for each in (template, template.replace("<|im_end|>", "")):
+        search = ProcessorCounter(str(copy_of("qwen3_vl", each))).search
+        lines.append([*describe_unused_texts(prepared, search)])
+    assert lines[0] == []
+    assert "no token at the end of an answer" in lines[1][0]
 
 
 def test_reserved_tokens_in_texts_are_counted_by_token(folder_of, tmp_path, in_process):
