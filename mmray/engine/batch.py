@@ -198,7 +198,8 @@ def _resolve_by_tokens(batch: Batch, world_size: int, max_row_tokens: int) -> Ba
     if batch.global_ is None or batch.micro is not None or batch.accumulation is not None:
         raise UsageError(
             "batch.tokens: it needs `--batch.global` and neither `--batch.micro` nor "
-            "`--batch.accumulation`, which follow from the tokens of each step"
+            "`--batch.accumulation`, which follow from the tokens of each step; add "
+            "`--batch.tokens None` to set these"
         )
     if batch.tokens < max_row_tokens:
         raise UsageError(

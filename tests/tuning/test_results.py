@@ -78,6 +78,18 @@ def test_requested_micro_batch_that_had_to_shrink_is_out_of_memory():
     assert recommend_trial([row], "throughput") is None
 
 
+def test_requested_tokens_that_had_to_shrink_are_out_of_memory():
+    shape = BatchShape(256, 2, 2, micro_tokens=8192)
+    trial = Trial("t001", {"batch.tokens": 8192}, recipes.load("sample"), shape)
+    row = TrialRow("t001", "running", trial.settings)
+    lines = [line(2, **{"batch/tokens": 8192}), line(4, **{"batch/tokens": 4096})]
+    shrunk, same = (
+        measured_row(row, trial, TrialOutcome("finished"), "throughput", each)
+        for each in (lines, lines[:1])
+    )
+    assert (shrunk.status, same.status) == ("out_of_memory", "finished")
+
+
 @pytest.mark.parametrize(
     ("micro", "options", "split"),
     [
