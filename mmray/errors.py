@@ -8,9 +8,11 @@ value, its location, and what to do next.
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,6 +33,18 @@ def suggest(word: str, known: Iterable[str]) -> str:
     names = list(known)
     near = difflib.get_close_matches(word, names, n=1)
     return f"did you mean `{near[0]}`?" if near else f"known: {', '.join(names)}"
+
+
+@contextmanager
+def only_errors(name: str) -> Iterator[None]:
+    """Scope in which the logger of a package logs only errors."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def first_line(error: BaseException) -> str:

@@ -4,13 +4,12 @@ shard.
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,7 +17,7 @@ import numpy as np
 
 from mmray.cluster import connect
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
-from mmray.errors import MmrayError, ResourceError
+from mmray.errors import MmrayError, ResourceError, only_errors
 from mmray.machine import cores
 from mmray.ordered_map import OrderedMap
 from mmray.processes import ChildPool
@@ -118,7 +117,7 @@ def _map_on_ray(
             "concurrency": (1, min(tasks, num_gpus)),
         }
     # map_batches deprecates max_retries but has no other way to set it
-    with ray.data.DataContext.current(context), warnings.catch_warnings(), _only_errors():
+    with ray.data.DataContext.current(context), warnings.catch_warnings(), only_errors("ray.data"):
         warnings.simplefilter("ignore")
         dataset = ray.data.from_items(rows, override_num_blocks=tasks)
         results = dataset.map_batches(call, batch_size=1, batch_format="numpy", **options)
@@ -130,7 +129,7 @@ def _map_on_ray(
     num_cores = -(-tasks // TASKS_PER_NEW_CORE) if can_grow else 0
     try:
         autoscaler.request({"CPU": 1.0}, selector, num_cores)
-        with _only_errors():
+        with only_errors("ray.data"):
             for row in results.iter_rows():
                 autoscaler.request({"CPU": 1.0}, selector, num_cores)
                 yield pickle.loads(row["result"])
@@ -140,18 +139,6 @@ def _map_on_ray(
         raise ResourceError(f"prepare workers died: {error}\n{hint}") from error
     finally:
         autoscaler.cancel()
-
-
-@contextmanager
-def _only_errors() -> Iterator[None]:
-    """Log only errors of Ray Data in the block."""
-    logger = logging.getLogger("ray.data")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def run_with_crash_limit(

@@ -4,15 +4,12 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mmray.errors import UsageError
+from mmray.errors import UsageError, only_errors
 from mmray.models.weights import load_config, load_local_or_hub, load_pretrained
 
 if TYPE_CHECKING:
@@ -88,7 +85,7 @@ def assemble(vision: str, language: str, folder: Path, projector: str = "mlp") -
 
     config = load_config(VISION_SETTING, vision, ENCODER_TYPES)
     config = getattr(config, "vision_config", config)
-    with _only_errors():  # a whole CLIP has weights of texts too
+    with only_errors("transformers"):  # a whole CLIP has weights of texts too
         encoder = load_pretrained(VISION_SETTING, vision, AutoModel, config, dtype="auto")
     image_processor = load_local_or_hub(
         VISION_SETTING, vision, AutoImageProcessor.from_pretrained, backend="pil"
@@ -105,7 +102,7 @@ def assemble(vision: str, language: str, folder: Path, projector: str = "mlp") -
     text_model = load_pretrained(
         LANGUAGE_SETTING, language, AutoModelForCausalLM, text_config, dtype="auto"
     )
-    with torch.random.fork_rng([]), _only_errors():
+    with torch.random.fork_rng([]), only_errors("transformers"):
         torch.manual_seed(0)  # of the projector, and of the rows of new tokens
         if text_model.get_input_embeddings().num_embeddings < len(tokenizer):
             text_model.resize_token_embeddings(len(tokenizer), EMBEDDING_MULTIPLE)
@@ -116,17 +113,6 @@ def assemble(vision: str, language: str, folder: Path, projector: str = "mlp") -
     own = tokenizer.get_chat_template() if tokenizer.chat_template else _PLAIN_TEMPLATE
     processor.chat_template = _JOIN_PARTS + own
     processor.save_pretrained(folder)
-
-
-@contextmanager
-def _only_errors() -> Iterator[None]:
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _build_llava(
