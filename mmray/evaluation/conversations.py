@@ -306,19 +306,14 @@ class ConversationEvaluator(EvalReader):
                     decoded = self.reader.media_of(row)
                 except (BadImage, RowError):  # skipped and counted with the losses
                     continue
-                messages = row.conversations(self.reader.question)[0]
-                prompt = _prompt(messages)
+                conversations = row.conversations(self.reader.question)
+                prompt = _prompt(conversations[0])
                 num_media = sum(
                     piece["type"] != "text" for each in prompt for piece in each["content"]
                 )
                 prompts.append(prompt)
                 media.append(decoded[:num_media])
-                correct: list[Message] = messages[len(prompt) : len(prompt) + 1]
-                if not row.messages:
-                    correct = [
-                        {"role": "assistant", "content": [{"type": "text", "text": text}]}
-                        for text in row.texts
-                    ]
+                correct = [messages[len(prompt)] for messages in conversations]
                 # Generated answers have no reserved tokens either.
                 cleaned = self.reader.encoder.template.clean(correct)
                 references.append(
