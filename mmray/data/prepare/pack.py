@@ -99,9 +99,8 @@ def is_current(
     """Return whether packing a chunk again would give the same result, if its media did not change.
 
     That is so if its lines, the settings and the files of shards are unchanged; classes may have
-    other numbers. False also if a row
-    could not be read for a reason that may be temporary (a network file system); with `job.retry`
-    if any row could not be read or decoded.
+    other numbers. False also if a row could not be read for a reason that may be temporary (a
+    network file system); with `job.retry` if any row could not be read or decoded.
 
     Args:
         chunk: The chunk as it was scanned now.

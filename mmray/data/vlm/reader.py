@@ -138,8 +138,7 @@ class ConversationReader(SetReader):
 
         Returns:
             The columns of `row_columns`, `num_tokens` int32 [R], and `record` object [R], the
-            encoded
-            row as bytes for `unpack_rows`. A row that is not valid has 0 tokens and b"".
+            encoded row as bytes for `unpack_rows`. A row that is not valid has 0 tokens and b"".
         """
         rows, row_ids, pass_index, row_hash = self.read_rows(plan, positions)
         num_texts = [len(row.texts) if row and not row.messages else 1 for row in rows]
