@@ -19,6 +19,7 @@ from mmray.data.store.manifest import (
     write_manifest,
 )
 from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.shard_table import pack_rows
 from mmray.data.store.shard_writer import open_shard
 from mmray.data.store.stored_row import Media, Row
 from mmray.data.text.tokenizer import train_tokenizer
@@ -73,7 +74,7 @@ def write_set(folder, shards, tokenizer=None):
     counts = Counter()
     for number, (rows, split, dropped) in enumerate(shards):
         entry = write_shard(rows, folder, f"shards/{number}.arrow", split)
-        entries.append(replace(entry, dropped=dropped))
+        entries.append(replace(entry, dropped=pack_rows(dropped, len(rows))))
         for index, each in enumerate(rows):
             if index not in dropped:
                 counts[split or "", each.media_kinds] += 1

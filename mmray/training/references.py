@@ -184,5 +184,5 @@ def _read_column(prepared: PreparedSet, name: str) -> np.ndarray:
     values = [np.zeros(0)]
     for shard, columns in zip(shards, parts, strict=True):
         column = columns[name].to_numpy(zero_copy_only=False)
-        values.append(np.delete(column, shard.dropped))
+        values.append(column[shard.kept])
     return np.concatenate(values)

@@ -253,14 +253,13 @@ def _read_hashes(
     """
     columns = values.read([shard.key for shard, _ in shards], [HASHES])
     for (shard, first_row), column in zip(shards, columns, strict=True):
-        kept = np.delete(np.arange(shard.num_rows), shard.dropped)
-        of_rows = column[HASHES].take(pa.array(kept))
+        of_rows = column[HASHES].take(pa.array(shard.kept))
         counts = of_rows.value_lengths().to_numpy()
         hashes = np.zeros(counts.sum(), IMAGE_HASH_DTYPE)
         if hashes.size:
             stored = np.frombuffer(of_rows.flatten().buffers()[1], _STORED_HASH_DTYPE, len(hashes))
             hashes[[*(_STORED_HASH_DTYPE.names or ())]] = stored
-        hashes["row"] = first_row + np.repeat(np.arange(len(kept)), counts)
+        hashes["row"] = first_row + np.repeat(np.arange(len(of_rows)), counts)
         yield hashes
 
 

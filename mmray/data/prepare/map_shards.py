@@ -58,7 +58,7 @@ def map_shards(
     for name in types:
         (folder / COLUMNS_DIR / name).mkdir(parents=True, exist_ok=True)
     values = RowValues(folder, columns)
-    shards = [replace(shard, dropped=()) for shard in prepared.shards if shard.num_kept]
+    shards = [replace(shard, dropped=b"") for shard in prepared.shards if shard.num_kept]
     missing = [shard for shard in shards if not values.has(shard.key)]
     if not missing:
         return values

@@ -25,7 +25,7 @@ import pyarrow as pa
 from mmray.data.formats.source import SourceChunk
 from mmray.data.prepare.tasks import Item, Result, map_tasks
 from mmray.data.store.manifest import CHUNK_RECORDS
-from mmray.data.store.shard_table import Shard
+from mmray.data.store.shard_table import Shard, pack_rows
 from mmray.storage.paths import AnyPath, list_names, open_input, open_output
 from mmray.storage.requests import iter_parallel
 
@@ -53,7 +53,7 @@ MAX_ROWS = 1 << 19  # of a set for whose rows the driver does the work of tasks
 MAX_FOLDED = 1000  # records of such a file
 FOLD_BYTES = 256 << 20  # its size
 _SUMMARIES = b"records"
-_NOT_STORED: dict[str, Any] = {"dropped": (), "labels": ()}
+_NOT_STORED: dict[str, Any] = {"dropped": b"", "labels": ()}
 
 
 Fold = tuple[str, list["Record"]]  # a file and its records
@@ -122,7 +122,7 @@ def write_records(
     out: AnyPath, file: str, records: Sequence[Record], batches: Iterable[pa.RecordBatch]
 ) -> None:
     """Write a file of records, which appears when it is complete."""
-    summaries = orjson.dumps(records, option=orjson.OPT_SERIALIZE_NUMPY)
+    summaries = orjson.dumps(records, default=repr, option=orjson.OPT_SERIALIZE_NUMPY)
     schema = SCHEMA.with_metadata({_SUMMARIES: summaries})
     with open_output(out / file) as stream, pa.ipc.new_file(stream, schema) as writer:
         for batch in batches:
@@ -311,7 +311,7 @@ class PackedRows:
         order = np.lexsort((positions, shards))
         ends = np.searchsorted(shards[order], np.arange(len(self.shards) + 1))
         left = [
-            replace(shard, dropped=tuple(positions[order[start:end]].tolist()))
+            replace(shard, dropped=pack_rows(positions[order[start:end]], shard.num_rows))
             for shard, start, end in zip(self.shards, ends, ends[1:], strict=False)
         ]
         if any(shard.split for shard in left if shard.num_kept):

@@ -34,7 +34,7 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.row_columns import column_types
 from mmray.data.store.row_values import update_index, write_values
 from mmray.data.store.selection import check_where, drop_rows
-from mmray.data.store.shard_table import Shard
+from mmray.data.store.shard_table import Shard, pack_rows
 from mmray.data.store.shard_writer import open_shard
 from mmray.errors import ResourceError, UsageError, suggest
 from mmray.storage.lease import FOLDER as LEASE_FOLDER
@@ -218,7 +218,7 @@ def _without_similar_rows(
     numbers, rows = np.divmod(np.sort(np.concatenate(similar)), MAX_SHARD_ROWS)
     numbers, first = np.unique(numbers, return_index=True)
     dropped = {
-        number: np.union1d(table.dropped(number), of_shard)
+        number: pack_rows(np.union1d(table.dropped(number), of_shard), int(table.num_rows[number]))
         for number, of_shard in zip(numbers.tolist(), np.split(rows, first)[1:], strict=True)
     }
     return prepared.with_shards(table.with_dropped(dropped))
@@ -247,7 +247,7 @@ def _embeddings(
     columns = prepared.values.read([shard.key for _, shard in shards], [column])
     for (number, shard), values in zip(shards, columns, strict=True):
         has_value = np.flatnonzero(np.asarray(values[column].is_valid()))
-        rows = np.setdiff1d(has_value, np.array(shard.dropped, np.int64))
+        rows = np.intersect1d(has_value, shard.kept)
         ids = number * MAX_SHARD_ROWS + rows
         yield pa.table({"id": ids, "embedding": values[column].take(pa.array(rows))})
 
@@ -382,7 +382,6 @@ def _copy_columns(
     batches = []
     parts = prepared.values.read([shard.key for shard in shards], names)
     for shard, columns in zip(shards, parts, strict=True):
-        rows = np.setdiff1d(np.arange(shard.num_rows), np.array(shard.dropped, np.int64))
-        batches.append(pa.table(columns).take(pa.array(rows)))
+        batches.append(pa.table(columns).take(pa.array(shard.kept)))
     joined = pa.concat_tables(batches).combine_chunks().to_batches()
     write_values(folder, group, {copied.key: joined[0]})

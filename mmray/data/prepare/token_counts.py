@@ -91,7 +91,7 @@ def token_counts(
     counts = [np.zeros(0, np.uint32)]
     parts = values.read([shard.key for shard in shards], [name])
     for shard, columns in zip(shards, parts, strict=True):
-        counts.append(np.delete(columns[name].to_numpy(), shard.dropped))
+        counts.append(columns[name].to_numpy()[shard.kept])
     return np.concatenate(counts)
 
 

@@ -201,7 +201,7 @@ def write_manifest(folder: AnyPath, manifest: Manifest) -> None:
 
 
 def _open_table(folder: AnyPath, entry: Mapping[str, Any]) -> ShardTable:
-    """Open the table of a manifest. Raises DataError, ValueError or KeyError."""
+    """Open the table of a manifest. Raises DataError, ValueError or LookupError."""
     name = str(entry["file"])
     if not is_safe_path(name):
         raise ValueError(f"the file of the shards, {name!r}, is outside the folder of the set")
@@ -242,7 +242,7 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
         if not isinstance(values["source"], dict):
             raise TypeError(f"its source is {values['source']!r}")
         return Manifest(**values | {"class_names": tuple(values["class_names"])})
-    except (ValueError, TypeError, KeyError, FileNotFoundError) as error:
+    except (ValueError, TypeError, LookupError, FileNotFoundError) as error:
         raise DataError(
             f"{folder / MANIFEST} is damaged ({error}). Delete it and rerun the same "
             "`mmray prepare` command."

@@ -284,7 +284,7 @@ def drop_rows(
         except ValueError as error:  # an overflow depends on the values
             raise UsageError(f"{setting}: {error} ({prepared.folder})") from None
         is_dropped[table.dropped(number)] = True
-        dropped[number] = np.flatnonzero(is_dropped)
+        dropped[number] = np.packbits(is_dropped).tobytes() if is_dropped.any() else b""
         done += int(table.num_kept[number])
         on_rows(done, prepared.num_rows)
     selected = prepared.with_shards(table.with_dropped(dropped))

@@ -28,7 +28,7 @@ _SCHEMA = pa.schema(
         pa.field("num_rows", pa.int64(), nullable=False),
         pa.field("num_bytes", pa.int64(), nullable=False),
         pa.field("sha256", pa.string(), nullable=False),
-        pa.field("dropped", pa.list_(pa.int64()), nullable=False),
+        pa.field("dropped", pa.list_(pa.uint8()), nullable=False),
         pa.field("offsets", pa.list_(pa.int64()), nullable=False),
         pa.field("labels", pa.list_(pa.int64()), nullable=False),
     ]
@@ -45,8 +45,8 @@ class Shard:
         num_rows: Number of rows in the file.
         num_bytes: Size of the file.
         sha256: Hex digest of the rows, in order.
-        dropped: Numbers of the rows in the file that are not part of the set (duplicates and
-            contaminated rows).
+        dropped: A bit for each row of the file, which is set if the row is not part of the set (a
+            duplicate or contaminated); empty if all are. See `pack_rows`.
         offsets: Byte offset of each Arrow record batch and of the end of the last one.
         labels: Class in the set of each label of the file, because classes are numbered by their
             names in the whole set; empty: they are the same.
@@ -57,21 +57,37 @@ class Shard:
     num_rows: int
     num_bytes: int
     sha256: str
-    dropped: tuple[int, ...] = ()
+    dropped: bytes = b""
     offsets: tuple[int, ...] = ()
     labels: tuple[int, ...] = ()
 
     @property
     def num_kept(self) -> int:
-        """Number of rows of the file that are part of the set: all but the dropped ones (duplicates
-        and contaminated rows).
-        """
-        return self.num_rows - len(self.dropped)
+        """Number of rows of the file that are part of the set: all but the dropped ones."""
+        return self.num_rows - int.from_bytes(self.dropped).bit_count()
+
+    @property
+    def kept(self) -> np.ndarray:
+        """Sorted numbers of these rows in the file, int64."""
+        return np.flatnonzero(~_unpack_rows(self.dropped, self.num_rows))
 
     @property
     def key(self) -> str:
         """What identifies its stored rows, also among the shards of other sets."""
         return _shard_key(self.file, self.sha256)
+
+
+def pack_rows(rows: Sequence[int] | np.ndarray, num_rows: int) -> bytes:
+    """Return `Shard.dropped` of a shard with some rows; IndexError if it does not have them."""
+    is_dropped = np.zeros(num_rows, bool)
+    is_dropped[np.asarray(rows, np.int64)] = True
+    return np.packbits(is_dropped).tobytes() if len(rows) else b""
+
+
+def _unpack_rows(bits: bytes, num_rows: int) -> np.ndarray:
+    # `unpackbits` returns random bits for none.
+    data = np.frombuffer(bits or bytes(num_rows), np.uint8)
+    return np.unpackbits(data, count=num_rows).astype(bool)
 
 
 def _shard_key(file: str, sha256: str) -> str:
@@ -166,6 +182,10 @@ class ShardTable:
             columns = columns.append_column(
                 _SCHEMA.field("labels"), _list_array([[]] * len(columns))
             )
+        index = columns.schema.get_field_index("dropped")
+        if columns["dropped"].type.value_type == pa.int64():
+            packed = map(pack_rows, _List(columns["dropped"]), columns["num_rows"].to_pylist())
+            columns = columns.set_column(index, _SCHEMA.field("dropped"), _bits_array([*packed]))
         if not columns.schema.equals(_SCHEMA):
             raise ValueError("the table of shards has other columns")
         self.data = data
@@ -201,7 +221,7 @@ class ShardTable:
             pa.array([vars(shard)[name] for shard in rows], _SCHEMA.field(name).type)
             for name in names
         ]
-        columns.append(_list_array([shard.dropped for shard in rows]))
+        columns.append(_bits_array([shard.dropped for shard in rows]))
         columns.append(_list_array([shard.offsets for shard in rows]))
         columns.append(_list_array([shard.labels for shard in rows]))
         return cls(_write_table(columns))
@@ -210,16 +230,16 @@ class ShardTable:
         """Write the table to a file of a folder that all nodes can read."""
         return MappedFile.write(folder, "shards-{}.arrow", self.data)
 
-    def with_dropped(self, dropped: Mapping[int, np.ndarray]) -> ShardTable:
+    def with_dropped(self, dropped: Mapping[int, bytes]) -> ShardTable:
         """Return a copy of the table, without a file, in which some shards have other dropped rows.
 
         Args:
-            dropped: Sorted row numbers in the shard, int64, by index of the shard.
+            dropped: `Shard.dropped` by index of the shard.
         """
-        lists = [dropped.get(number, self.dropped(number)) for number in range(len(self))]
+        lists = [dropped.get(number, bits.tobytes()) for number, bits in enumerate(self._dropped)]
         index = _SCHEMA.get_field_index("dropped")
         columns = [*self._columns.columns]
-        columns[index] = _list_array(lists)
+        columns[index] = _bits_array(lists)
         return ShardTable(_write_table(columns))
 
     def validate(self) -> None:
@@ -233,11 +253,11 @@ class ShardTable:
         for name in self._columns["file"].to_pylist():
             if not is_safe_path(name):
                 raise ValueError(f"the shard {name!r} is outside the folder of the set")
-        owner = np.repeat(np.arange(len(self)), self._dropped.lengths)
-        is_wrong = (self._dropped.values < 0) | (self._dropped.values >= self.num_rows[owner])
-        if is_wrong.any():
-            name = self.file_name(int(owner[is_wrong][0]))
-            raise ValueError(f"the shard {name!r} drops rows that it does not have")
+        for number, bits in enumerate(self._dropped):
+            rows = int(self.num_rows[number])
+            if len(bits) not in (0, -(-rows // 8)) or np.unpackbits(bits)[rows:].any():
+                name = self.file_name(number)
+                raise ValueError(f"the shard {name!r} drops rows that it does not have")
 
     def __len__(self) -> int:
         return int(self._columns.num_rows)
@@ -252,7 +272,7 @@ class ShardTable:
             int(self.num_rows[number]),
             int(self.num_bytes[number]),
             self.sha256(number),
-            tuple(self.dropped(number).tolist()),
+            self._dropped[number].tobytes(),
             tuple(self.offsets(number).tolist()),
             tuple(self.labels(number).tolist()),
         )
@@ -260,10 +280,11 @@ class ShardTable:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ShardTable) and self.data.equals(other.data)
 
-    @property
+    @cached_property
     def num_kept(self) -> np.ndarray:
         """Number of rows of each shard that are part of the set (not dropped), int64 [shards]."""
-        return self.num_rows - self._dropped.lengths
+        dropped = [int.from_bytes(bits).bit_count() for bits in self._dropped]
+        return self.num_rows - np.array(dropped, np.int64)
 
     def of_split(self, split: str | None) -> np.ndarray:
         """Return the sorted indices of the shards of a split, int64; of all shards for None."""
@@ -285,7 +306,8 @@ class ShardTable:
 
     def dropped(self, number: int) -> np.ndarray:
         """Return the sorted numbers of the rows of a shard that are not part of the set, int64."""
-        return self._dropped[number]
+        bits = self._dropped[number].tobytes()
+        return np.flatnonzero(_unpack_rows(bits, int(self.num_rows[number])))
 
     def offsets(self, number: int) -> np.ndarray:
         """Return the byte offsets of the record batches of a shard, int64 [batches + 1]."""
@@ -318,19 +340,23 @@ def _write_table(columns: Sequence[pa.Array]) -> pa.Buffer:
 
 
 class _List:
-    """A column of lists of int64, as numpy arrays that share its memory."""
+    """A column of lists of integers, as numpy arrays that share its memory."""
 
     def __init__(self, column: pa.ListArray) -> None:
         # `to_numpy` imports pandas (0.3 s).
         self._ends = np.from_dlpack(column.offsets)
-        self.values = np.from_dlpack(column.values)
+        self._values = np.from_dlpack(column.values)
 
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.diff(self._ends).astype(np.int64)
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return map(self.__getitem__, range(len(self._ends) - 1))
 
     def __getitem__(self, number: int) -> np.ndarray:
-        return self.values[self._ends[number] : self._ends[number + 1]]
+        return self._values[self._ends[number] : self._ends[number + 1]]
+
+
+def _bits_array(lists: Sequence[bytes]) -> pa.ListArray:
+    ends = np.cumsum([0, *map(len, lists)]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(ends), np.frombuffer(b"".join(lists), np.uint8))
 
 
 def _list_array(lists: Sequence[Sequence[int] | np.ndarray]) -> pa.ListArray:

@@ -122,7 +122,7 @@ def test_dropped_rows_are_found_by_number_and_by_position(tmp_path):
     rows = packed.select(numbers)
     shards, positions = (np.asarray(rows[name]) for name in ("shard", "position"))
     assert packed.row_numbers(shards, positions).tolist() == numbers.tolist()
-    dropped = [len(shard.dropped) for shard in packed.without(rows)]
+    dropped = [shard.num_rows - shard.num_kept for shard in packed.without(rows)]
     assert dropped == np.bincount(shards, minlength=9).tolist()
     assert packed.select().num_rows == packed.num_bad == 60 - len(all_rows(packed))
     assert NO_ROW not in rows["shard"].to_pylist()

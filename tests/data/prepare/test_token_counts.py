@@ -15,6 +15,7 @@ from mmray.data.prepare import token_counts as module
 from mmray.data.prepare.token_counts import NOT_COUNTED, RowCounter, token_counts
 from mmray.data.store.mixture import PreparedMixture
 from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.shard_table import pack_rows
 from mmray.data.store.stored_row import Row
 from mmray.errors import ResourceError
 from tests.made import png, row, write_set
@@ -123,7 +124,9 @@ def test_counts_are_of_the_captions_that_are_used(tmp_path: Path, counted: list[
 def test_selections_of_rows_share_stored_counts(tmp_path: Path, counted: list[str]) -> None:
     prepared = make(tmp_path)
     counts = token_counts(prepared, Words())
-    table = prepared.table.with_dropped({0: np.arange(70), 1: np.arange(0, 70, 2)})
+    table = prepared.table.with_dropped(
+        {0: pack_rows(np.arange(70), 70), 1: pack_rows(np.arange(0, 70, 2), 70)}
+    )
     selected = prepared.with_shards(table)
     assert np.array_equal(token_counts(selected, Words()), expected(selected))
     assert selected.num_rows == 104 < len(counts) and len(counted) == 3

@@ -15,7 +15,7 @@ import pytest
 from mmray.data.store import shard_reader
 from mmray.data.store.manifest import MANIFEST
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.store.shard_table import Shard, ShardTable
+from mmray.data.store.shard_table import Shard, ShardTable, pack_rows
 from mmray.data.store.shard_writer import open_shard
 from mmray.data.store.stored_row import Row, hash_key
 from mmray.errors import DataError
@@ -151,7 +151,8 @@ def test_unusable_set_is_a_data_error_with_the_fix(tmp_path):
     damaged.append((manifest.read_bytes().replace(b'"shards-', b'"gone-'), "gone-.*"))
     damaged.append((manifest.read_bytes().replace(b'"sha256": "', b'"sha256": "0'), "sha256"))
     good = Shard("0.arrow", None, 2, 9, "digest")
-    for shard in (replace(good, file="shards/../../x"), replace(good, dropped=(2,))):
+    wrong = [{"file": "shards/../../x"}, {"dropped": b"\x20"}, {"dropped": b"\x80\0"}]
+    for shard in (replace(good, **each) for each in wrong):
         file = ShardTable.from_shards([shard]).write(manifest.parent)
         entry = {"file": file.name, "sha256": file.sha256, "num_bytes": file.num_bytes}
         damaged.append((json.dumps(values | {"shards": entry}).encode(), "damaged"))
@@ -162,18 +163,33 @@ def test_unusable_set_is_a_data_error_with_the_fix(tmp_path):
             PreparedSet.open(str(tmp_path / "set"))
 
 
-def test_table_of_shards_without_labels_is_read():
-    shard = Shard("0.arrow", None, 4, 9, "digest", (1,), (0, 5))
-    table = ShardTable.from_shards([shard])
+def test_table_of_shards_of_an_earlier_version_is_read():
+    """Without labels, and with lists of dropped rows."""
+    shard = Shard("0.arrow", None, 4, 9, "digest", pack_rows((1,), 4), (0, 5))
+    table = ShardTable.from_shards([shard, replace(shard, dropped=b"")])
     batch = pa.ipc.open_file(table.data).get_batch(0)
-    stream = pa.BufferOutputStream()
-    older = batch.select([name for name in batch.schema.names if name != "labels"])
-    with pa.ipc.new_file(stream, older.schema) as writer:
-        writer.write_batch(older)
-    read = ShardTable(stream.getvalue())
-    assert list(read) == [shard]
-    assert read.fingerprint(np.arange(1)) == table.fingerprint(np.arange(1))
-    assert read.with_dropped({0: np.array([2, 3])})[0] == replace(shard, dropped=(2, 3))
+    fields = [field for field in batch.schema if field.name not in ("labels", "dropped")]
+    kind = pa.list_(pa.int64())
+    schema = pa.schema([*fields[:-1], pa.field("dropped", kind, nullable=False), fields[-1]])
+
+    def read(dropped):
+        columns = [
+            pa.array(dropped, kind) if name == "dropped" else batch[name] for name in schema.names
+        ]
+        stream = pa.BufferOutputStream()
+        with pa.ipc.new_file(stream, schema) as writer:
+            writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+        return ShardTable(stream.getvalue())
+
+    older = read([[1], []])
+    assert list(older) == list(table)
+    assert older.dropped(0).tolist() == [1] and older[0].kept.tolist() == [0, 2, 3]
+    assert older.num_kept.tolist() == [3, 4] and older[1].kept.tolist() == [0, 1, 2, 3]
+    assert older.fingerprint(np.arange(2)) == table.fingerprint(np.arange(2))
+    bits = pack_rows((2, 3), 4)
+    assert older.with_dropped({0: bits})[0] == replace(shard, dropped=bits)
+    with pytest.raises(IndexError):
+        read([[4], []])
 
 
 @pytest.mark.parametrize("kind", ["disk", "memory"])
