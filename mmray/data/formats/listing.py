@@ -13,7 +13,7 @@ import unicodedata
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 import orjson
@@ -73,9 +73,8 @@ class ListingSource(Source):
         Yields:
             The location of the row, for messages, and a dict of the columns that the row has: `id`;
             `image`, `audio` or `video`, a path relative to the folder of the source; `text` or
-            `texts`; `label`, the name of a class; `split`; or, instead of texts, `text_file`:
-            (path, size in bytes, modification time in ns) of a file with the captions. A JSON array
-            gives the columns of its objects.
+            `texts`; `label`, the name of a class; `split`; or, instead of texts, `text_file`, the
+            path of a file with the captions. A JSON array gives the columns of its objects.
 
         Raises:
             DataError: The source cannot be listed.
@@ -97,7 +96,7 @@ class ListingSource(Source):
         return read_listing(self.prepared_folder, chunk)
 
     def parse(self, record: dict[str, Any]) -> dict[str, Any]:
-        name, *_ = record.pop("text_file", [None])
+        name = record.pop("text_file", None)
         if name is None:
             return record
         if not is_valid_name(name):
@@ -142,9 +141,10 @@ def _split_language(name: str) -> tuple[str, str]:
     `a.en.srt`; the whole stem and "" without one.
     """
     stem = _stem(name)
-    base, _, language = stem.rpartition(".")
-    if name.lower().endswith(SUBTITLE_SUFFIXES) and base and LANGUAGE.fullmatch(language):
-        return base, language
+    if name.lower().endswith(SUBTITLE_SUFFIXES):
+        base, _, language = stem.rpartition(".")
+        if base and LANGUAGE.fullmatch(language):
+            return base, language
     return stem, ""
 
 
@@ -282,12 +282,10 @@ class ImageTextPairs(ListingSource):
         # Folders only: photos of trains may be named train-12.jpg.
         splits = splits_of_files(list({f"{stem.rpartition('/')[0]}/" for stem in media | texts}))
         for stem in sorted(media.keys() | texts.keys()):
-            # With size and modification time, so that an edited text changes the signature of its
-            # chunk.
             row: dict[str, Any] = {}
             *others, text = texts.get(stem, [""])
             if text:
-                row["text_file"] = stat_signature(self.folder, text)
+                row["text_file"] = text
                 row |= {"language": language} if (language := _split_language(text)[1]) else {}
             if others:
                 row[NOTICES] = [MORE_TEXTS]
@@ -297,6 +295,12 @@ class ImageTextPairs(ListingSource):
                 yield name, {"id": name, media_kind(name) or "image": name} | row
             if stem not in media:
                 yield text, {"id": text} | row
+
+    def parse_item(self, item: tuple[int, str, Any]) -> RawRow:
+        text = item[2].get("text_file")
+        has_file = text is not None and isinstance(self.folder, Path)
+        files = (stat_signature(self.folder, text),) if has_file else ()
+        return super().parse_item(item)._replace(files=files)
 
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
         if isinstance(self.folder, RemotePath):

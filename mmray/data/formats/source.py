@@ -107,11 +107,13 @@ class RawRow(NamedTuple):
             `split`, `messages` or `conversations`, `audio` or `audios`, `video` or `videos`, `t0_s`
             and `t1_s`, in the forms that `parse_row` takes. `kept columns` is a dict of those that
             `prepare.keep` names. Others are ignored.
+        files: Signatures (`stat_signature`) of the local files that have its texts.
     """
 
     line: int
     location: str
     values: dict[str, Any] | BadRow
+    files: tuple[tuple[str, int | None, int | None], ...] = ()
 
 
 class Source(ABC):

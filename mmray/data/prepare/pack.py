@@ -86,6 +86,7 @@ def pack_chunk(
         builder = RowBuilder(job, subprocess_decoder)
         packer = _ChunkPacker(job, chunk, builder, source.has_types, shard_files)
         for item, row in read_rows(job, source.read(chunk)):
+            builder.signatures += item.files
             packer.pack(to_utf8(item.location), row)
     # The shard files are closed now.
     record = packer.record(file, labels)

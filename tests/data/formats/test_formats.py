@@ -289,8 +289,11 @@ def test_incomplete_pairs_and_non_utf8_captions_are_quarantined(tmp_path):
         "some/4.png": "blank"
     }  # fmt: skip
     assert [row.texts for row in rows] == [[text(0)], ["one", "two"], [text(6)]]
+    (source / "some" / "3.txt").write_text("fixed")
     (source / "some" / "6.txt").write_text("edited")
-    assert prepared(source, tmp_path / "out")[1][-1].texts == ["edited"]
+    _, rows, faults = prepared(source, tmp_path / "out")
+    assert [row.texts for row in rows][1:] == [["fixed"], ["one", "two"], ["edited"]]
+    assert "some/3.png" not in faults
 
 
 def test_csv_keeps_quoted_fields_and_reports_bad_lines(tmp_path):
