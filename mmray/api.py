@@ -28,7 +28,6 @@ from mmray.config import (
     Prepare,
     from_yaml,
     override,
-    recipes,
 )
 from mmray.config.base import Section
 from mmray.config.search_space import build_space
@@ -39,6 +38,7 @@ from mmray.machine import torchrun_rank
 from mmray.report.sweep import SweepRecord
 from mmray.run import Run
 from mmray.storage.paths import AnyPath, check_kept, remove_tree, to_path
+from mmray.training.recipe import load_recipe
 
 if TYPE_CHECKING:
     from mmray.data.store.manifest import Manifest
@@ -120,7 +120,7 @@ def train(
 
         run_rank()
         sys.exit()
-    config = _override(_load(recipe), sections)
+    config = _override(_load(recipe, sections), sections)
     with _shown(reporter, "importing") as shown:
         from mmray.training import driver
 
@@ -546,7 +546,7 @@ def tune(
     if goal not in get_args(Goal):
         raise UsageError(f"goal: unknown goal `{goal}`; {suggest(goal, get_args(Goal))}")
     require_positive(samples=samples, concurrency=concurrency)
-    own = _load(recipe)
+    own = _load(recipe, sections)
     # Without the length of the recipe, so that what is left is the length of a trial.
     settings = _override(own.without_overridden_length_and_batch(LENGTHS), sections)
     base = settings.replace(train=settings.train.with_length_of(own.train))
@@ -626,8 +626,13 @@ def _shown(reporter: Reporter | None, title: str) -> Iterator[Reporter | Console
         yield active
 
 
-def _load(recipe: str | Path | Config) -> Config:
-    return recipe if isinstance(recipe, Config) else recipes.load(str(recipe))
+def _load(recipe: str | Path | Config, sections: Mapping[str, Any]) -> Config:
+    """Return a recipe with the inputs that the weights in the section `model` define."""
+    if isinstance(recipe, Config):
+        return recipe
+    model = _plain(sections.get("model", {}))
+    given = model if isinstance(model, dict) else {}  # another value is an error of `override`
+    return load_recipe(str(recipe), given.get("kind"), given.get("weights"))
 
 
 def _override(recipe: Config, sections: Mapping[str, Any]) -> Config:

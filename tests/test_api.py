@@ -132,6 +132,38 @@ def test_sections_are_the_flags(calls, recipe, sections, words):
     assert given[0] == train.parse([recipe, *words])["settings"]
 
 
+def test_weights_define_inputs_as_on_the_command_line(calls, tmp_path):
+    sizes = {"layers": 2, "patch_size": 8, "image_size": 40, "width": 64}
+    declared = {
+        "model_cfg": {"embed_dim": 32, "vision_cfg": sizes, "text_cfg": {"context_length": 9}},
+        "preprocess_cfg": {"mean": [0.1, 0.2, 0.3], "resize_mode": "squash"},
+    }
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(declared))
+    (tmp_path / "tokenizer.json").write_text(train_tokenizer(CAPTIONS, 64))
+    weights = tmp_path / "w.safetensors"
+    weights.touch()
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"recipe: clip\nmodel: {{weights: {weights}, inputs: {{max_tokens: 5}}}}\n")
+
+    mmray.train("clip", model={"weights": weights})
+    mmray.train("clip", model={"weights": weights, "inputs": {"image_side": 48}})
+    mmray.train(recipe)
+    given = [arguments[0] for arguments, _ in calls]
+    words = ["--model.weights", str(weights)]
+    assert given == [
+        train.parse(line)["settings"]
+        for line in (
+            ["clip", *words],
+            ["clip", *words, "--model.inputs.image-side", "48"],
+            [str(recipe)],
+        )
+    ]
+    first, second, third = [config.model.inputs for config in given]
+    assert (first.image_side, first.max_tokens, first.fit) == (40, 9, "squash")
+    assert first.mean == (0.1, 0.2, 0.3) and first.tokenizer == str(tmp_path / "tokenizer.json")
+    assert (second.image_side, second.fit, third.max_tokens) == (48, "squash", 5)
+
+
 def test_config_objects_and_files_replace_recipe_names(calls, tmp_path):
     config = recipes.load("clip").replace(batch=Batch(micro=3, global_=6))
     (tmp_path / "mine.yaml").write_text(to_yaml(config))

@@ -7,14 +7,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from tyro.conf import arg
 
-from mmray.builtin import KINDS
-from mmray.config import Config, recipes
+from mmray.config import Config
+from mmray.training.recipe import load_recipe
 
 RecipeSettings = Annotated[Config, arg(name="")]
 
@@ -55,7 +53,11 @@ def read_recipe(words: Sequence[str], description: str, overridden: Collection[s
     if rest and not rest[0].startswith("-"):
         name = rest.pop(0)
     flags = [word for word in rest if word != "--print-config"]
-    recipe = load_recipe(name, flags)
+    # --model.kind determines which flags of --model exist.
+    kind, weights = (
+        flag_values(flag, flags)[-1:] or [None] for flag in ("--model.kind", "--model.weights")
+    )
+    recipe = load_recipe(name, kind[0], weights[0])
     settings = recipe.without_overridden_length_and_batch(flag_names(flags) | {*overridden})
     return Line(
         flags,
@@ -100,46 +102,3 @@ def flag_names(words: Sequence[str]) -> set[str]:
         for word in words
         if word.startswith("--")
     }
-
-
-def load_recipe(name: str, words: Sequence[str]) -> Config:
-    """Return the recipe with the defaults that depend on `--model.kind` and `--model.weights`.
-
-    `--model.kind` determines which flags of `--model` exist. Weights on the local disk, given as a
-    flag or in the recipe file, define image size, preprocessing and tokenizer of a `clip` or
-    `siglip` model; inputs in the recipe file take precedence. Other flags are not applied.
-
-    Args:
-        name: name of a built-in recipe, or a YAML file.
-        words: arguments of the command after the recipe, such as `["--model.kind", "siglip"]`.
-
-    Raises:
-        UsageError: the recipe, its kind or its weights cannot be loaded.
-    """
-    recipe = recipes.load(name)
-    kinds = flag_values("--model.kind", words)
-    if kinds:
-        recipe = recipe.with_model_kind(kinds[-1])
-    model = _model_of_file(name)
-    weights = flag_values("--model.weights", words) or [str(model.get("weights", "none"))]
-    kind = KINDS.get(recipe.model.kind)
-    # The weights of a kind of transformers define the preprocessing.
-    if kind is not None and kind.hf_type and Path(weights[-1]).expanduser().exists():
-        # late: it may import transformers
-        from mmray.models.pretrained import pretrained_settings
-
-        settings = pretrained_settings(weights[-1])
-        if settings["kind"] == recipe.model.kind:
-            given = model.get("inputs", {})
-            own = {key: value for key, value in settings["inputs"].items() if key not in given}
-            inputs = recipe.model.inputs.replace(**own)
-            recipe = recipe.replace(model=recipe.model.replace(inputs=inputs))
-    return recipe
-
-
-def _model_of_file(name: str) -> dict[str, Any]:
-    """Return the section `model` of a recipe file, {} for a built-in recipe."""
-    if Path(name).suffix not in (".yaml", ".yml"):
-        return {}
-    values = yaml.safe_load(Path(name).read_bytes())  # recipes.load has checked it
-    return dict((values or {}).get("model") or {})

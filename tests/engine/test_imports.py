@@ -50,9 +50,9 @@ def test_driver_reads_the_settings_of_open_clips_weights_without_torch(tmp_path:
     file = saved(tmp_path, OpenClip(quick=False), {"model_cfg": DECLARED})
     code = f"""
 import sys
-from mmray.cli.lines import load_recipe
+from mmray.training.recipe import load_recipe
 from mmray.data.text.tokenizer_files import load_tokenizer
-inputs = load_recipe("clip", ["--model.weights", {str(file)!r}]).model.inputs
+inputs = load_recipe("clip", weights={str(file)!r}).model.inputs
 load_tokenizer(inputs.tokenizer, None)
 print(inputs.image_side, sorted({{'torch', 'transformers'}} & sys.modules.keys()))
 """
