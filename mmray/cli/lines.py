@@ -54,10 +54,9 @@ def read_recipe(words: Sequence[str], description: str, overridden: Collection[s
         name = rest.pop(0)
     flags = [word for word in rest if word != "--print-config"]
     # --model.kind determines which flags of --model exist.
-    kind, weights = (
-        flag_values(flag, flags)[-1:] or [None] for flag in ("--model.kind", "--model.weights")
-    )
-    recipe = load_recipe(name, kind[0], weights[0])
+    kinds = flag_values("--model.kind", flags)
+    weights = flag_values("--model.weights", flags)
+    recipe = load_recipe(name, kinds[-1] if kinds else None, weights[-1] if weights else None)
     settings = recipe.without_overridden_length_and_batch(flag_names(flags) | {*overridden})
     return Line(
         flags,

@@ -153,6 +153,18 @@ def _hf_settings(weights: str) -> dict[str, Any]:
     return {"kind": kind} | sizes | sections
 
 
+def normalization(weights: Path) -> dict[str, tuple[float, ...]]:
+    """Return the mean and the standard deviation of pixels that local weights were trained with, as
+    `mean` and `std`; {} if no file next to them defines both.
+    """
+    folder = weights if weights.is_dir() else weights.parent
+    timm = read_weights_json(SETTING, str(folder), ["config.json"]).get("pretrained_cfg", {})
+    found = timm | open_clip.preprocessing(folder / "weights") | _preprocessing(str(folder))
+    if not {"mean", "std"} <= found.keys():
+        return {}
+    return {name: tuple(found[name]) for name in ("mean", "std")}
+
+
 def _preprocessing(weights: str) -> dict[str, Any]:
     """The settings of `model.inputs` that preprocessor_config.json defines.
 

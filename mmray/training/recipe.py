@@ -1,4 +1,4 @@
-"""A recipe by its name or file, with the settings that its weights define."""
+"""A recipe by its name or file, with the inputs that its weights define."""
 
 from __future__ import annotations
 

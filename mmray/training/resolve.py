@@ -4,6 +4,7 @@ batch and steps.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -27,7 +28,7 @@ from mmray.data.stream.order import ORDER_VERSION
 from mmray.data.stream.reader import Teacher
 from mmray.data.stream.shuffle import resolve_block_shuffle
 from mmray.data.text.tokenizer import TextEncoder, declared_pad_id
-from mmray.data.text.tokenizer_files import load_tokenizer
+from mmray.data.text.tokenizer_files import load_tokenizer, tokenizer_file
 from mmray.data.vlm.encoder import encoder_arguments
 from mmray.data.vlm.families import MODEL_CONFIG, find_family, is_packable, read_config
 from mmray.data.vlm.reader import ReferenceLogProbs
@@ -35,6 +36,7 @@ from mmray.data.vlm.sample import generate_model
 from mmray.data.vlm.token_counter import ProcessorCounter, UnusedTextSearch
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import DataError, Log, ResourceError, UsageError
+from mmray.models.pretrained import normalization
 from mmray.storage.paths import RemotePath, to_path
 from mmray.training import RunReporter
 from mmray.training.references import check_held_out, open_references, open_teacher
@@ -121,6 +123,8 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     if not isinstance(model, Vlm):  # its processor is in its weights
         tokenizer_json = load_tokenizer(config.model.inputs.tokenizer, train_set.tokenizer_json)
         model = _with_vocab_of(tokenizer_json, model)
+        for line in describe_other_inputs(model, tokenizer_json):
+            reporter.log(line, "settings")
     resolved_config = config.replace(
         model=model,
         data=config.data.replace(shuffle_blocks=FULL_SHUFFLE if shuffle is None else str(shuffle)),
@@ -158,6 +162,37 @@ def _with_vocab_of(tokenizer_json: str, model: Model) -> Model:
             "a text, so generated captions would not end; set another --model.inputs.tokenizer"
         )
     return model.with_vocab(encoder.vocab_size, declared_pad_id(tokenizer_json))
+
+
+def describe_other_inputs(model: Model, tokenizer_json: str) -> Iterator[str]:
+    """Describe mean and standard deviation of pixels, and the vocabulary, if those of the run are
+    not those next to its local weights.
+
+    Args:
+        model: The `model` section.
+        tokenizer_json: The tokenizer of the run.
+    """
+    whole = model.initial_weights
+    weights = {"image": whole, "text": whole} | model.part_weights()
+    image, text = (Path(weights[part]).expanduser() for part in ("image", "text"))
+    for name, stored in normalization(image).items() if image.exists() else ():
+        own = getattr(model.inputs, name)
+        if any(abs(a - b) > 1e-4 for a, b in zip(own, stored, strict=True)):
+            used, trained = (" ".join(map(str, values)) for values in (own, stored))
+            yield f"model.inputs.{name} is {used}, but {image} was trained with {trained}"
+    file = tokenizer_file(text)
+    if file is not None and _vocabulary(load_tokenizer(str(file), None)) != _vocabulary(
+        tokenizer_json
+    ):
+        yield (
+            f"model.inputs.tokenizer {model.inputs.tokenizer} has another vocabulary than {file}, "
+            f"next to the weights; to use that: --model.inputs.tokenizer {file}"
+        )
+
+
+def _vocabulary(tokenizer_json: str) -> object:
+    """Vocabulary of a tokenizer: the number of each token, or a list of tokens with scores."""
+    return json.loads(tokenizer_json)["model"]["vocab"]
 
 
 def _resolve_conversations(resolved: ResolvedRun, reporter: RunReporter) -> ResolvedRun:

@@ -6,11 +6,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mmray.config import CaptionDecoder, ClipInputs, Prepare, Towers, TwoTower, Vlm
+from mmray.config import (
+    CaptionDecoder,
+    ClipInputs,
+    ImageTower,
+    Prepare,
+    TextTower,
+    Towers,
+    TwoTower,
+    Vlm,
+)
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.store.manifest import read_manifest, write_manifest
 from mmray.data.store.stored_row import Media
+from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import DataError, UsageError
 from mmray.evaluation.build import build_evaluator
 from mmray.storage.paths import to_path
@@ -296,3 +306,38 @@ def test_models_of_one_image_refuse_sets_with_another_number(tmp_path, monkeypat
         "image-count",
         "the row has 2 images, not one",
     )
+
+
+def test_inputs_that_differ_from_those_of_local_weights_are_stated(tmp_path):
+    made = make_set(tmp_path / "set", [row(number) for number in range(50)])
+    image, text = tmp_path / "image", tmp_path / "text"
+    for folder, model_type in ((image, "vit"), (text, "bert")):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    pixels = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.25, 0.25, 0.25]}
+    (image / "preprocessor_config.json").write_text(json.dumps(pixels))
+    (text / "tokenizer.json").write_text(train_tokenizer(["others"], 64))
+    wanted = config(tmp_path / "set", tmp_path, "run")
+    towers = {
+        "image": ImageTower(name="transformers", weights=str(image)),
+        "text": TextTower(weights=str(text)),
+    }
+    model = TwoTower(**dict(wanted.model) | towers)
+
+    def lines(model):
+        reporter = Silent()
+        resolve_run(wanted.replace(model=model), reporter)
+        return settings_lines(reporter)
+
+    assert lines(model) == [
+        f"model.inputs.mean is 0.485 0.456 0.406, but {image} was trained with 0.5 0.5 0.5",
+        f"model.inputs.std is 0.229 0.224 0.225, but {image} was trained with 0.25 0.25 0.25",
+        f"model.inputs.tokenizer trained has another vocabulary than {text}/tokenizer.json, next "
+        f"to the weights; to use that: --model.inputs.tokenizer {text}/tokenizer.json",
+    ]
+    (text / "tokenizer.json").write_text(made.tokenizer_json)
+    (image / "preprocessor_config.json").unlink()
+    timm = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+    values = {"model_type": "timm_wrapper", "pretrained_cfg": timm}
+    (image / "config.json").write_text(json.dumps(values))
+    assert lines(model) == []
