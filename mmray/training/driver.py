@@ -181,6 +181,10 @@ def _train(
             reporter.log(line, "warning")
     backend.check_inputs(resolved)
     with Lease(selection.path) as lease:
+        if selection.action == "start" and (selection.path / "config.yaml").exists():
+            text = "ended before its first stored step with other settings; it starts with the new"
+            reporter.log(f"{selection.path} {text}", "restarted")
+            run_dir.remove_start(selection.path)
         run = run_dir.write_run_files(
             selection.path, saved_config, resolved.data_identity, resolved.tokenizer_json
         )

@@ -25,7 +25,7 @@ from mmray.engine.batch import BatchShape
 from mmray.errors import UsageError
 from mmray.machine import cores
 from mmray.storage import lease
-from mmray.storage.paths import AnyPath, remove_tree, to_path, write_atomic
+from mmray.storage.paths import AnyPath, list_names, read_lines, remove_tree, to_path, write_atomic
 from mmray.version import VERSION
 
 # Settings and sections that may change on resume: they change neither the sample order nor, except
@@ -168,7 +168,8 @@ def _compare_run(
     path: AnyPath, config: Config, data: dict[str, Any], steps: int, keep_shuffle: bool
 ) -> tuple[list[str], bool] | None:
     """Return the settings that prevent resuming the run in a folder, and whether it has finished;
-    None if the folder has no run. Raises UsageError if it has other files.
+    None if the folder has no run, or one of other settings that ended before it stored a step.
+    Raises UsageError if it has other files.
     """
     if not (path / "config.yaml").exists():
         if has_other_files(path, FILES_BEFORE_CONFIG):
@@ -195,8 +196,21 @@ def _compare_run(
     ]
     if before["model"].get("weights", "none") == config.model.initial_weights:
         changes += _changed_processor_files(path, config.model)
+    if changes and not has_steps(path) and not lease.is_live(path):
+        return None
     result = run.read_json("result.json")
     return changes, result.get("status") == "finished" and result["steps"] >= steps
+
+
+def has_steps(path: AnyPath) -> bool:
+    """Return whether the run in a folder has a checkpoint or a logged step."""
+    return bool(list_names(RunDir(path).checkpoints)) or any(read_lines(path / "metrics.jsonl"))
+
+
+def remove_start(path: AnyPath) -> None:
+    """Remove what an earlier command without a step left that depends on its settings."""
+    for name in (SMALLER_BATCH, "result.json", "config.yaml"):
+        (path / name).unlink(missing_ok=True)
 
 
 def _changed_processor_files(path: AnyPath, model: Model) -> list[str]:

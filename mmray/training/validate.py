@@ -338,6 +338,19 @@ def _dpo_reasons(config: Config) -> list[str]:
         )
     if objective.reference == "adapters_off" and not config.model.lora.rank:
         reasons.append("objective.reference adapters_off needs adapters: set --model.lora.rank")
+    elif objective.reference == "adapters_off":
+        # Whether a pattern matches the whole projector is known once the model is built.
+        is_frozen = any(
+            pattern == "projector" or "*" in pattern or "." in pattern
+            for pattern in config.optimizer.freeze
+        )
+        if config.model.lora.train or not is_frozen:
+            reasons.append(
+                "objective.reference adapters_off: other weights than adapters would train, so the "
+                "model without its adapters is no fixed reference. Set --optimizer.freeze "
+                "projector and no model.lora.train, or score the set and leave out "
+                "--objective.reference"
+            )
     return reasons
 
 

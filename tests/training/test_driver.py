@@ -9,11 +9,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import mmray
 from mmray.engine.checkpoint import files
-from mmray.errors import UsageError
-from mmray.training.driver import train
+from mmray.errors import MmrayError, UsageError
+from mmray.training.driver import StartTimeline, _train, train
 from mmray.training.evaluate_beside import EVENTS_DIR
 from mmray.training.validate import unsupported_reasons
 from tests.training.runs import STEPS, Silent, config, lines, make_data, marks
+from tests.training.scripted import ScriptedBackend, fail_with, finish
 
 EVALUATED = [3, 6, 9, 12]  # all checkpoints
 
@@ -143,3 +144,22 @@ def test_settings_of_evaluation_beside_training_without_a_meaning_are_refused(da
     with pytest.raises(UsageError, match=r"evaluate\.where beside needs a Ray cluster"):
         train(one_worker(data, tmp_path, "beside", every=0, where="beside"), Silent(), local=True)
     assert not (tmp_path / "beside").exists()
+
+
+def test_start_that_failed_before_a_step_is_repeated_with_other_settings(data, tmp_path):
+    wanted = config(data, tmp_path, "mine").with_cluster(max_failures=0)
+
+    def start(settings, act):
+        reporter = Silent()
+        timeline = StartTimeline(reporter, 0.0)
+        return _train(settings, timeline, ScriptedBackend([act]), lambda: False), reporter.notes
+
+    with pytest.raises(MmrayError, match="set a lower rate"):
+        start(wanted, fail_with(UsageError("set a lower rate")))
+    corrected = wanted.replace(optimizer=wanted.optimizer.replace(lr=1e-4))
+    outcome, notes = start(corrected, finish)
+    assert (outcome.path, outcome.result["status"]) == (tmp_path / "mine", "finished")
+    assert "lr: 0.0001" in (outcome.path / "config.yaml").read_text()
+    assert ["its first stored step" in text for label, text in notes if label == "restarted"] == [
+        True
+    ]

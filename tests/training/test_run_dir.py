@@ -5,7 +5,9 @@ import yaml
 
 from mmray.config import Batch, Config, Run
 from mmray.errors import UsageError
-from mmray.training.run_dir import select_run, write_run_files
+from mmray.storage.lease import Lease
+from mmray.training import run_dir
+from mmray.training.run_dir import select_run
 
 DATA = {"train": "set", "fingerprint": "ab", "num_rows": 100}
 
@@ -51,6 +53,13 @@ def changed(before, setting, value):
         inner = inner[section]
     inner[name] = value
     return Config.model_validate(values)
+
+
+def write_run_files(path, settings, *arguments):
+    """Write the files of a run, which then stores a checkpoint."""
+    run = run_dir.write_run_files(path, settings, *arguments)
+    (run.checkpoints / "step-5").mkdir(exist_ok=True)
+    return run
 
 
 def finish(path, steps):
@@ -143,6 +152,22 @@ def test_run_refuses_changed_setting(tmp_path, setting):
         and lines[1].startswith(f"  {setting}: ")
         and lines[1].endswith(f"-> {FORBIDDEN[setting]!r}")
     )
+
+
+def test_run_without_a_stored_step_takes_changed_settings(tmp_path):
+    """Unless another process may be about to take its first step."""
+    path = tmp_path / "mine"
+    wanted = config(tmp_path, global_batch_size=32, name="mine")
+    run_dir.write_run_files(path, config(tmp_path, name="mine"), DATA, "{}")
+    metrics = path / "metrics.jsonl"
+    metrics.touch()
+    assert select_run(wanted, DATA, 10).action == "start"
+    assert select_run(config(tmp_path, name="mine"), DATA, 10).action == "resume"
+    with Lease(path), pytest.raises(UsageError, match=r"batch.global: 16 -> 32"):
+        select_run(wanted, DATA, 10)
+    metrics.write_text('{"step": 1}\n')
+    with pytest.raises(UsageError, match=r"batch.global: 16 -> 32"):
+        select_run(wanted, DATA, 10)
 
 
 def test_constant_rate_can_end_with_a_cooldown(tmp_path):

@@ -236,7 +236,9 @@ def test_adapters_off_equals_the_column(folder_of, scored, evaluated, tmp_path) 
     config, adapters_off = evaluated("adapters_off")
     losses = [[line["train/loss"] for line in each] for each in (column, adapters_off)]
     assert losses[1] == pytest.approx(losses[0], abs=1e-4)
-    trained = config.replace(optimizer=Optimizer(), run=Run(name="t", storage=str(tmp_path)))
+    trained = config.replace(
+        optimizer=Optimizer(freeze=("*.bias",)), run=Run(name="t", storage=str(tmp_path))
+    )
     with pytest.raises(UsageError, match="are trained fully"):
         run(trained)
 
@@ -320,6 +322,25 @@ def test_tokens_of_a_pair_bound_both_conversations(folder_of, prepared) -> None:
     assert split_rejected(rows[-1].messages) is None
     with pytest.raises(ValueError, match="no rejected answer"):
         count(rows[-1])
+
+
+@pytest.mark.parametrize(
+    ("freeze", "train", "is_refused"),
+    [
+        (("projector",), "", False),
+        (("vision", "*connector*"), "", False),
+        (("vision",), "", True),
+        (("projector",), "embed_tokens", True),
+    ],
+)
+def test_adapters_off_with_other_trained_weights_is_refused_from_settings(
+    freeze, train, is_refused, tmp_path
+) -> None:
+    base = config_of("w", "set", tmp_path, **lora("w", reference="adapters_off"))
+    model = base.model.replace(lora=base.model.lora.replace(train=train))
+    config = base.replace(model=model, optimizer=base.optimizer.replace(freeze=freeze))
+    refused = any("no fixed reference" in each for each in objective_reasons(config))
+    assert refused == is_refused
 
 
 @pytest.mark.parametrize(
