@@ -59,6 +59,15 @@ def test_prepare_of_conversations_names_the_recipe_that_trains_them(typed, prepa
     )
 
 
+def test_prepare_of_preferences_names_the_commands_of_dpo(typed, prepares_here, tmp_path):
+    row = {"prompt": "why", "chosen": "because", "rejected": "no"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    code, out, err = typed("prepare", str(tmp_path / "rows.jsonl"), str(tmp_path / "set"))
+    assert code == 0, err
+    dpo = f"vlm --model.weights DIR --data.train {tmp_path}/set --objective.kind dpo"
+    assert f"mmray score {tmp_path}/set --weights DIR && mmray train {dpo}" in " ".join(out.split())
+
+
 LENGTH = ["clip", "--batch.micro", "8", "--batch.accumulation=2"]
 OWN = ["--model.kind", "mine:Net", "--model.settings"]
 

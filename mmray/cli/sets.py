@@ -34,11 +34,15 @@ def _train_command(folder: str, manifest: Manifest) -> str:
     # Here, because every command imports this module.
     import numpy as np
 
+    from mmray.data.messages import split_rejected
     from mmray.data.store.prepared_set import PreparedSet
     from mmray.storage.paths import to_path
 
     command = f"--data.train {shell_path(folder)}"
     (row,) = PreparedSet(to_path(folder), manifest).read_without_references(np.zeros(1, np.int64))
+    if row.messages and split_rejected(row.messages):
+        scored = f"mmray score {shell_path(folder)} --weights DIR"
+        return f"{scored} && mmray train vlm --model.weights DIR {command} --objective.kind dpo"
     if row.messages:
         return f"mmray train vlm {command}"
     kinds = " ".join(kinds for counts in manifest.media_kinds.values() for kinds in counts)

@@ -592,8 +592,6 @@ def _single_column(
         hint = ""
         if missing == "no-text" and "label" in values:
             hint = "; a label gives a caption only if it is the name of a class"
-        elif missing == "no-text" and "chosen" in values:
-            hint = "; chosen needs rejected, or --columns completion=chosen"
         raise BadRow(
             "columns",
             missing,

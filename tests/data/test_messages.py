@@ -253,10 +253,6 @@ def test_parts_as_json_are_counted() -> None:
             {"messages": [{"role": "user", "content": [IMAGE | {"data": "x"}]}, ANSWER]},
             "the row has 0 for them; `data` of a content part is not used",
         ),
-        (
-            {"messages": None, "prompt": "x", "chosen": "a", "image": "a.png"},
-            "chosen needs rejected, or --columns completion=chosen",
-        ),
     ],
 )
 def test_rows_of_other_forms_are_refused_by_name(values: Any, detail: str) -> None:

@@ -107,6 +107,8 @@ def test_system_column_is_the_start_of_both() -> None:
             "put them into the prompt",
         ),
         ({"prompt": "q", "rejected": "bad", "image": "a.png"}, "none of the columns"),
+        ({"prompt": "q", "chosen": "a"}, "needs a rejected answer; --columns completion=chosen"),
+        ({"chosen": [USER, GOOD], "image": "a.png"}, "rejected answer; --columns messages=chosen"),
         ({"prompt": "q", "chosen": "a", "rejected": ["b", "c"]}, "must be text or a list of parts"),
     ],
 )

@@ -7,7 +7,7 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from itertools import takewhile
@@ -221,6 +221,8 @@ def _join_answers(values: dict[str, Any]) -> None:
     TRL.
     """
     columns = [name for name in REJECTED_COLUMNS if name in values]
+    if not columns:
+        _check_chosen(values)
     if len(columns) != 1:
         _join_chat_columns(values)
         return
@@ -258,6 +260,21 @@ def _join_answers(values: dict[str, Any]) -> None:
     if isinstance(turns[first], dict):
         answer = turns[first] | {REJECTED: rejected[shared:]}
         values[name] = [*turns[:first], answer, *turns[first + 1 :]]
+
+
+def _check_chosen(values: Mapping[str, Any]) -> None:
+    """Raise BadRow if the only answer of a row is a chosen one, without a rejected one."""
+    has_prompt = isinstance(values.get(CHOSEN_COLUMN), list)
+    if CHOSEN_COLUMN not in values or not (has_prompt or has_any(values, QUESTION_COLUMNS)):
+        return
+    if not has_any(values, (*TEXT_COLUMNS, *MESSAGE_COLUMNS, *ANSWER_COLUMNS, "label")):
+        name = MESSAGE_COLUMNS[0] if has_prompt else ANSWER_COLUMNS[0]
+        raise BadRow(
+            "columns",
+            "rejected",
+            f"chosen needs a rejected answer; --columns {name}={CHOSEN_COLUMN} trains on chosen "
+            "answers alone",
+        )
 
 
 def _split_turns(text: object) -> list[Any]:

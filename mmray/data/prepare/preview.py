@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 
-from mmray.builtin import COLUMNS
+from mmray.builtin import CHAT_COLUMNS, COLUMNS
 from mmray.data.formats.listing import JsonArraySource
 from mmray.data.formats.source import RawRow, Source, SourceChunk, check_columns, check_named
 from mmray.data.formats.text_lines import JsonlSource
@@ -18,9 +18,12 @@ from mmray.data.prepare.records import Labels, Record, map_rows
 from mmray.data.rows import (
     FOLDER,
     KEPT_COLUMNS,
+    MEDIA_COLUMNS,
+    MESSAGE_COLUMNS,
     NOTICES,
     TEXT_COLUMNS,
     ImageRef,
+    has_any,
     join_unused,
     label_number,
 )
@@ -256,11 +259,14 @@ def _format_columns(source: Source, first_rows: Sequence[RawRow]) -> str:
     """Return the columns that are used, with their names in the source, and the notices."""
     rows = [row.values for row in first_rows if isinstance(row.values, dict)]
     used = {name: None for values in rows for name in values if name in COLUMNS}
-    notices = join_unused(text for values in rows for text in values.get(NOTICES, ()))
+    # A row without these is quarantined, and its reason names its columns.
+    needed = (*TEXT_COLUMNS, *MESSAGE_COLUMNS, *MEDIA_COLUMNS, "label")
+    kept = [values for values in rows if has_any(values, needed)]
+    notices = join_unused(text for values in kept for text in values.get(NOTICES, ()))
     notices += [
         f"no row of the first {len(rows)} has `{theirs}`"
         for ours, theirs in source.columns.items()
-        if ours not in used
+        if ours not in used and ours not in CHAT_COLUMNS  # which are joined
     ]
     text = ", ".join(
         f"{name}={source.columns[name]}" if name in source.columns else name for name in used

@@ -31,6 +31,22 @@ def test_columns_and_an_example_are_logged_before_packing(tmp_path, in_process):
     assert logs["example"] == "rows.jsonl:1: id 'k0', image '0.png', text 'the title'"
 
 
+def test_columns_of_some_rows_with_half_a_preference_are_not_called_unused(tmp_path, in_process):
+    rows = [{"prompt": "q", "chosen": "a", "rejected": "b", "x": 1}, {"prompt": "r"}]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"chosen": "c"}]))
+
+    def logged(*columns):
+        logs = {}
+        settings = LAX.model_copy(update={"columns": columns})
+        out = str(tmp_path / f"out{len(columns)}")
+        prepare(str(source), out, settings, log=lambda text, heading: logs.update({heading: text}))
+        return logs["columns"]
+
+    assert logged() == "messages (column `x` is not used)"
+    assert logged("completion=chosen") == "messages (column `x` is not used)"
+
+
 def test_repeated_images_of_captions_are_announced_before_packing(tmp_path, in_process):
     source = make_source(tmp_path / "raw", 2)
     with source.open("a") as file:
