@@ -59,7 +59,7 @@ METRICS = {
     "batch/padding_audio": MetricInfo("Fraction of samples of audio that are padding."),
     "batch/padding_video": MetricInfo("Fraction of frames of video that are padding."),
     "throughput/samples_per_s": MetricInfo(
-        "Rows trained per second of `time/wall_s`, all workers.",
+        "Rows trained per second of `time/wall_s` without evaluation, all workers.",
         chart="Samples per second",
         line="samples/s",
         console="{compact} samples/s",

@@ -73,6 +73,7 @@ class Throughput:
         steps = len(self._steps)
         total_s, wait_s, rows, tokens = np.sum(self._steps, axis=0).tolist()
         wall_s = total_s + sum(laps_s.values())
+        training_s = wall_s - laps_s["evaluate"]
         self._steps.clear()
         p50_s, p95_s = np.quantile(self._recent_s, (0.5, 0.95)).tolist()
         return {
@@ -83,8 +84,8 @@ class Throughput:
             "time/first_step_s": self.first_step_s,
             "time/data_wait_s": wait_s / steps,
             "time/data_wait_share": wait_s / total_s,
-            "throughput/samples_per_s": rows / wall_s,
-            "throughput/tokens_per_s": world_size * tokens / wall_s,
+            "throughput/samples_per_s": rows / training_s,
+            "throughput/tokens_per_s": world_size * tokens / training_s,
             **{f"time/{name}_s": lap_s for name, lap_s in laps_s.items() if name != "evaluate"},
         }
 
