@@ -53,9 +53,12 @@ _MODULES = {
 }
 
 
-# Of torchao, which transformers and peft import if it is installed.
+# Of torchao and bitsandbytes, which transformers and peft import if they are installed.
 logging.getLogger("torch.utils._pytree").addFilter(
     lambda line: "Enum subclass" not in str(line.msg)
+)
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
+    lambda line: "gemm_4bit_forward" not in str(line.msg)
 )
 
 

@@ -338,7 +338,8 @@ def show(
         rows: number of random rows to show.
         seed: seed of the choice of rows.
         tokenizer: file, folder or hub name of the tokenizer that counts tokens; None: the one that
-            was trained on the set, if there is one.
+            was trained on the set, if there is one. Of conversations it counts the texts, without
+            chat template and media.
         root: folders whose images are read if the set refers to them, such as the folder of its
             source; otherwise only images in the set are shown.
         reporter: receives messages by its method `log(text, label)`; None: they are shown.

@@ -215,7 +215,8 @@ def _resolve_conversations(resolved: ResolvedRun, reporter: RunReporter) -> Reso
         )
     if resolved.batch_shape.micro_tokens is not None:
         resolved = _with_token_lengths(resolved, counter, reporter)
-    for line in describe_unused_texts(resolved.train_set, counter.search):
+    held_out = list(resolved.eval_sets.values())
+    for line in describe_unused_texts(resolved.train_set, counter.search, held_out):
         reporter.log(line, "notice")
     return resolved
 
@@ -330,25 +331,29 @@ def _with_token_lengths(
     return replace(resolved, token_lengths=MappedArray(file), is_packed=packed)
 
 
-def describe_unused_texts(train_set: TrainSet, search: UnusedTextSearch) -> Iterator[str]:
+def describe_unused_texts(
+    train_set: TrainSet, search: UnusedTextSearch, held_out: Sequence[PreparedSet] = ()
+) -> Iterator[str]:
     """Yield a line for each kind of texts that the processor does not use: rows, and one of them.
 
-    Searching stores a column in the set; a line names a set to which it cannot be written.
+    Searching stores a column in each set; a line names a set to which it cannot be written.
     """
     if not search.ends_turns:
         yield (
             "the chat template of model.weights writes no token at the end of an answer, so the "
             "model does not learn where to stop: add its end token there in a copy of the folder"
         )
-    try:
-        values = token_counts(train_set, search)
-    except ResourceError as error:
-        yield f"tokens that are removed from texts are not counted: {error}"
-        return
-    for text, numbers in search.describe(values):
-        [row] = train_set.read(numbers[:1])
-        rows = f"{len(numbers):,} row{'s' * (len(numbers) > 1)}"
-        yield f"{rows}: {text}, for example {row.source}"
+    for prepared in (train_set, *held_out):
+        try:
+            values = token_counts(prepared, search)
+        except ResourceError as error:
+            yield f"tokens that are removed from texts are not counted: {error}"
+            continue
+        name = "row" if prepared is train_set else "held-out row"
+        for text, numbers in search.describe(values):
+            [row] = prepared.read(numbers[:1])
+            rows = f"{len(numbers):,} {name}{'s' * (len(numbers) > 1)}"
+            yield f"{rows}: {text}, for example {row.source}"
 
 
 def with_written_weights(config: Config, log: Log = lambda text, label: None) -> Config:

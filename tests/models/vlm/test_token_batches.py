@@ -114,10 +114,12 @@ def test_reserved_tokens_in_texts_are_counted_by_token(folder_of, tmp_path, in_p
         rows[number] = replace(rows[number], messages=[*rows[number].messages[:-1], last])
     rows[1].media[0].width = 0
     prepared = make_set(tmp_path, rows)
-    lines = list(describe_unused_texts(prepared, search))
+    held_out = make_set(tmp_path / "held-out", rows[:3])
+    lines = list(describe_unused_texts(prepared, search, [held_out]))
     assert [line.partition(" in a text")[0] for line in lines] == [
         "1 row: `<|image_pad|>`",
         "2 rows: `<|im_end|>`",
+        "1 held-out row: `<|image_pad|>`",
     ]
     (tmp_path / "read-only").mkdir()
     prepared = make_set(tmp_path / "read-only", rows)
