@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -30,7 +30,7 @@ from mmray.data.rows import (
     has_any,
 )
 from mmray.errors import DataError
-from mmray.storage.paths import TEMP_SUFFIX, AnyPath, list_names, open_output
+from mmray.storage.paths import TEMP_SUFFIX, AnyPath, file_size, list_names, open_output
 from mmray.storage.requests import parallel_map
 
 # Columns of an image; captions are joined, and ids are of rows.
@@ -68,6 +68,16 @@ class GroupedSource(Source):
         self._source = source
         self._run = run
         self.has_types = source.has_types
+
+    @cached_property
+    def files_digest(self) -> str:
+        return self._source.files_digest
+
+    def unchanged_chunks(self, files_digest: str) -> Sequence[SourceChunk]:
+        chunks = super().unchanged_chunks(files_digest)
+        ends = {chunk.file: chunk.stop for chunk in chunks}
+        sizes = {name: file_size(self.prepared_folder / name) for name in ends}
+        return chunks if sizes == ends else ()
 
     def describe(self) -> str:
         return f"{self._source.describe()}, grouped by image"

@@ -273,13 +273,31 @@ class Source(ABC):
 
     def signatures(self, names: list[str]) -> dict[str, tuple[int, str]]:
         """Return the size of each file of the source, and a digest of its name, size and
-        modification time. Files of a folder on a store are listed, not asked for one by one.
+        modification time.
         """
+        stats = self.stats(names)
+        return {name: (stat.st_size, _signature(name, stat)) for name, stat in stats.items()}
+
+    def stats(self, names: list[str]) -> dict[str, Any]:
+        """Return `stat()` of each file of the source by name, from a listing of a store."""
         listed = {}
         if isinstance(self.folder, RemotePath) and not self.name:
             listed = list_stats(self.folder)
-        stats = {name: listed.get(name) or (self.folder / name).stat() for name in names}
-        return {name: (stat.st_size, _signature(name, stat)) for name, stat in stats.items()}
+        return {name: listed.get(name) or (self.folder / name).stat() for name in names}
+
+    @cached_property
+    def files_digest(self) -> str:
+        """Digest of sizes and times of the files from which `scan` reads, which shows that none of
+        them changed; "" if that needs a scan.
+        """
+        return ""
+
+    def unchanged_chunks(self, files_digest: str) -> Sequence[SourceChunk]:
+        """Return the chunks of the earlier complete scan, of files of this digest, if no file
+        changed since; otherwise none.
+        """
+        is_unchanged = self.files_digest == files_digest != ""
+        return self.earlier[: self.num_complete] if is_unchanged else ()
 
     def earlier_chunks(self, signatures: Mapping[str, tuple[int, str]]) -> dict[str, list[Any]]:
         """Return the chunks of an earlier complete scan of the files that are the same by name."""

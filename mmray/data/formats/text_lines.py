@@ -9,8 +9,10 @@ import hashlib
 import io
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
@@ -29,7 +31,7 @@ from mmray.data.formats.splits import splits_of_paths
 from mmray.data.images.formats import detect_format
 from mmray.data.rows import FOLDER, BadRow
 from mmray.errors import DataError
-from mmray.storage.paths import open_sequential
+from mmray.storage.paths import RemotePath, open_sequential
 from mmray.storage.requests import iter_parallel
 
 # Longer lines are truncated, so memory does not depend on their length.
@@ -205,6 +207,23 @@ class JsonlSource(Source):
     @cached_property
     def _layouts(self) -> dict[str, Any]:
         return {}  # by file, of a subclass
+
+    @cached_property
+    def files_digest(self) -> str:
+        states: list[Any] = []
+        with suppress(OSError):
+            if isinstance(self.folder, RemotePath):
+                for name, stat in self.stats(self.names()).items():
+                    states.append((name, stat.st_size, stat.st_mtime_ns))
+            else:
+                for name in self.names():
+                    with (self.folder / name).open("rb") as file:  # NFS caches what `stat` returns
+                        info = os.fstat(file.fileno())
+                    times = (info.st_mtime_ns, info.st_ctime_ns)
+                    states.append((name, info.st_size, *times, info.st_ino))
+            if None not in chain(*states):  # a store without times
+                return hashlib.sha256(repr(states).encode()).hexdigest()
+        return ""
 
     @classmethod
     def matches_folder(cls, names: list[str]) -> bool:

@@ -256,7 +256,7 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     source, chunks, first_rows = preview.understand(
         job,
         [earlier[index] for index in sorted(earlier)],
-        before.source["num_chunks"] if before and _has_chunks(before, job, earlier_chunks) else 0,
+        before.source if before and _has_chunks(before, job, earlier_chunks) else {},
         lambda rows: progress(PrepareProgress("scan", rows, 0)),
     )
     total = preview.count_rows(chunks)
@@ -317,7 +317,7 @@ def _is_unchanged(
 ) -> bool:
     """Return whether a set has the rows and the settings that it would get now."""
     return (
-        before.source == _source_fields(job, chunks, packed)
+        _source_fields(job, chunks, packed).items() <= before.source.items()
         and before.settings == job.settings.model_dump(mode="json")
         and not is_enabled(job.settings)  # other sets may have changed
         and (packed.out / QUARANTINE).is_file()
@@ -419,7 +419,7 @@ def _build_manifest(
         num_quarantined=num_bad,
         reasons=dict(result.reasons.most_common()),
         tokenizer=None,
-        source=source_fields,
+        source=source_fields | {"files_digest": source.files_digest},
         settings=job.settings.model_dump(mode="json"),
         class_names=source.class_names,
         columns=scores | merge_types(result.column_types, source.has_types),

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
+from typing import Any
 
 from mmray.builtin import CHAT_COLUMNS, COLUMNS
 from mmray.data.formats.listing import JsonArraySource
@@ -58,7 +59,7 @@ class _ExampleRepr(reprlib.Repr):
 def understand(
     job: PrepareJob,
     earlier: Sequence[Record],
-    num_complete: int,
+    complete: Mapping[str, Any],
     on_rows: Callable[[int], None],
 ) -> tuple[Source, list[SourceChunk], list[RawRow]]:
     """Scan a source.
@@ -66,7 +67,7 @@ def understand(
     Args:
         job: Its output folder must exist, because some formats write a list of files.
         earlier: Records of an earlier prepare with the same settings, in order.
-        num_complete: `Source.num_complete` of their chunks.
+        complete: `source` of the manifest of a complete set with these chunks; {} without one.
         on_rows: Called with the number of rows that were scanned so far; 0 at the start.
 
     Returns:
@@ -81,10 +82,13 @@ def understand(
     chunks: list[SourceChunk] = []
     rows = 0
     source.earlier = [record.chunk for record in earlier]
-    source.num_complete = num_complete
+    source.num_complete = complete.get("num_chunks", 0)
     if earlier and earlier[0].labels is None:  # otherwise these are no names of the source
         source.earlier_class_names = tuple(earlier[0].class_names)
-    for chunk in source.scan(job.rows_per_shard):
+    same = source.unchanged_chunks(complete.get("files_digest", ""))
+    if same:
+        source.class_names = source.earlier_class_names
+    for chunk in same or source.scan(job.rows_per_shard):
         chunks.append(chunk)
         rows += chunk.num_rows or 0
         on_rows(rows)

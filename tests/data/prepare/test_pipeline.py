@@ -24,6 +24,7 @@ import pytest
 from PIL import Image
 
 from mmray.config import Prepare
+from mmray.data.formats.text_lines import JsonlSource
 from mmray.data.prepare import assemble, preview, records
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.pack import pack_chunk
@@ -293,6 +294,31 @@ def test_interrupted_prepare_gives_the_same_files(tmp_path, in_process, run):
         files[name] = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
     assert files["out"] == files["undisturbed"]
     assert len(files["out"]) > 8
+
+
+@pytest.mark.parametrize("group", ["none", "image"])
+def test_rerun_scans_only_files_that_changed(tmp_path, in_process, run, monkeypatch, group):
+    source, out = make_source(tmp_path / "raw", 10), tmp_path / "out"
+    scans = []
+    scan = JsonlSource.scan
+    monkeypatch.setattr(JsonlSource, "scan", lambda *args: (scans.append(1), scan(*args))[1])
+    manifest = run(group=group)
+    assert len(scans) == 1 and manifest.num_rows == 10
+    assert run(group=group) == manifest and len(scans) == 1
+    assert run(group=group, duplicates="keep").num_rows == 10 and len(scans) == 1
+    info = source.stat()
+    data = source.read_bytes()
+    with source.open("r+b") as file:  # of the same size, time and inode
+        file.write(data.replace(b"color 4", b"other 4"))
+    os.utime(source, ns=(info.st_atime_ns, info.st_mtime_ns))
+    run(group=group)
+    assert len(scans) == 2
+    assert PreparedSet.open(str(out)).read(np.array([4]))[0].texts == ["other 4"]
+    for listing in out.glob("grouped-*.jsonl"):
+        listing.unlink()
+    assert run(group=group).num_rows == 10 and len(scans) == (3 if group == "image" else 2)
+    make_source(tmp_path / "raw", 2, start=10)
+    assert run(group=group).num_rows == 12
 
 
 def test_changed_chunks_are_packed_again(tmp_path, in_process, run):
