@@ -18,6 +18,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.ray_workers import fork_workers
+
 gc.disable()  # until all tests are collected: imports leave millions of objects, and few to free
 
 # The same examples in each run, and no limits of time, which a loaded machine does not keep.
@@ -73,19 +75,23 @@ def local_ray(tmp_path_factory):
     """
     import ray
 
+    from mmray.cluster.ray_internals import essential_processes
+
+    fork_workers()
     # Other tests leave the address of their head in the environment. Ray Train would ask it whether
     # its controller is alive, and wait for an answer.
     ray._common.utils.reset_ray_address()
     if not ray.is_initialized():
         # inherited by workers
         os.environ["MMRAY_TEST_FAULTS"] = str(tmp_path_factory.mktemp("faults"))
-        ray.init(
-            address="local",
-            num_cpus=8,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-        )
+        with essential_processes():
+            ray.init(
+                address="local",
+                num_cpus=8,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+            )
     # left by fault injection in an earlier module
     for done_once in Path(os.environ["MMRAY_TEST_FAULTS"]).iterdir():
         done_once.unlink(missing_ok=True)

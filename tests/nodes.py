@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
+from tests.ray_workers import fork_workers
+
 
 @contextmanager
 def several_nodes(*nodes, head=None):
@@ -21,17 +23,21 @@ def several_nodes(*nodes, head=None):
     import ray
     from ray.cluster_utils import Cluster
 
+    from mmray.cluster.ray_internals import essential_processes
+
     if ray.is_initialized():
         ray.shutdown()
+    fork_workers()
     options = {"num_cpus": 0, "include_dashboard": False, **(head or {})}
-    cluster = Cluster(initialize_head=True, head_node_args=options)
-    try:
-        for node in nodes:
-            cluster.add_node(**node)
-        yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    with essential_processes():
+        cluster = Cluster(initialize_head=True, head_node_args=options)
+        try:
+            for node in nodes:
+                cluster.add_node(**node)
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
 
 
 # A hundred for each process, because ports are free until a head or a node listens there.
