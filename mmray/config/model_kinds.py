@@ -14,10 +14,20 @@ from mmray.config.model import RGB, ClassNames, Inputs, InputsBase, Interpolatio
 
 EmbedDim = Annotated[int, Field(ge=2, description="Size of the shared embedding.")]
 Temperature = Annotated[
-    float, Field(gt=0.001, le=1, description="Initial temperature of the scores; it is learned.")
+    float,
+    Field(
+        gt=0.001,
+        le=1,
+        description="Initial temperature of the scores, unless `model.weights` define it; it is "
+        "learned.",
+    ),
 ]
 LogitBias = Annotated[
-    float | None, Field(description="Initial bias of the scores (objective `sigmoid`); None: none.")
+    float | None,
+    Field(
+        description="Initial bias of the scores (objective `sigmoid`), unless `model.weights` "
+        "define it; None: none."
+    ),
 ]
 CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
 

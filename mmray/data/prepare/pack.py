@@ -42,6 +42,7 @@ from mmray.errors import ResourceError
 from mmray.storage.paths import retry_if_remote
 
 RETRYABLE_STAGES = ("read", "decode")  # stages whose rows --retry-quarantined packs again
+_NO_COLUMN = ""  # column of the caption of a class, in a set with columns of captions
 _MAX_NOTICES = 200  # of a chunk, whose rows may have a column each
 _MORE_NOTICES = "further columns are not used"
 
@@ -194,6 +195,8 @@ class _ChunkPacker:
 
     def _store(self, location: str, row: SourceRow, image_digest: str) -> dict[str, Any]:
         """Add a good row to its shard, and return the columns of its record."""
+        if self.text_columns and row.text_columns is None and row.messages is None and row.texts:
+            row.text_columns = [_NO_COLUMN] * len(row.texts)
         if row.split not in self.writers:
             name = f"{SHARDS}/{self.chunk.index:05d}-{row.split or 'rows'}-{self.file_suffix}.arrow"
             file = open_shard(self.job.out, name, row.split)

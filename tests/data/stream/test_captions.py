@@ -147,6 +147,23 @@ def test_set_without_the_columns_of_a_mixture_is_refused(prepared, tmp_path):
     assert "captions of one column, which are used instead of other" in reporter.notes[0][1]
 
 
+def test_caption_of_a_class_is_of_no_column(tmp_path, in_process):
+    rows = [{"alt": "a", "label": "cat"}, {"synthetic": "b", "label": "cat"}, {"label": "dog"}]
+    for number, each in enumerate(rows):
+        (tmp_path / f"{number}.png").write_bytes(color_image(number))
+        each["image"] = f"{number}.png"
+    source = tmp_path / "rows.jsonl"
+    source.write_text("\n".join(map(json.dumps, rows)))
+    prepare(str(source), str(tmp_path / "set"), LAX.replace(columns=(COLUMNS,)))
+    prepared = PreparedSet.open(str(tmp_path / "set"))
+    settings = config(str(tmp_path / "set"), tmp_path, "r")
+    named = settings.replace(data=settings.data.replace(captions="alt,synthetic"))
+    assert training_rows(prepared, settings, tmp_path, Silent()).num_rows == 3
+    assert training_rows(prepared, named, tmp_path, Silent()).num_rows == 2
+    only = prepared.with_captions({"alt": 1.0}).read(np.arange(3))
+    assert [each.texts for each in only] == [["a"], [], []]
+
+
 @pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
 def test_rows_with_and_without_captions_are_selected(tmp_path, in_process, name):
     """Conversations have no columns of captions, so they stay."""
