@@ -175,10 +175,11 @@ class RemotePath:
         Raises:
             FileNotFoundError: There is no such object.
         """
-        if self.is_file():
+        try:
             with_retries(lambda: self.filesystem.delete_file(self.fs_path))
-        elif not missing_ok:
-            raise FileNotFoundError(f"{self} does not exist")
+        except FileNotFoundError:
+            if not missing_ok:
+                raise FileNotFoundError(f"{self} does not exist") from None
 
     def _info(self) -> fs.FileInfo:
         return with_retries(lambda: self.filesystem.get_file_info(self.fs_path))
@@ -282,14 +283,24 @@ def open_input(path: AnyPath, mapped: bool = False) -> pa.NativeFile:
     return pa.memory_map(str(path)) if mapped else _LOCAL.open_input_file(str(path))
 
 
-def open_sequential(path: AnyPath, mapped: bool = False) -> pa.NativeFile:
+def open_sequential(
+    path: AnyPath, mapped: bool = False, request_bytes: int | None = None
+) -> pa.NativeFile:
     """Open a file for reading from its start to its end; each read from a store is retried.
+
+    Args:
+        request_bytes: Read at least so many bytes at a time from a store.
 
     Raises:
         OSError: The file cannot be opened.
     """
     file = open_input(path, mapped)
-    return pa.PythonFile(_RetriedFile(file), "r") if isinstance(path, RemotePath) else file
+    if not isinstance(path, RemotePath):
+        return file
+    retried = _RetriedFile(file)
+    return pa.PythonFile(
+        io.BufferedReader(retried, request_bytes) if request_bytes else retried, "r"
+    )
 
 
 class _RetriedFile(io.RawIOBase):

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, groupby
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
@@ -26,7 +25,7 @@ from mmray.data.formats.source import SourceChunk
 from mmray.data.prepare.tasks import Item, Result, map_tasks
 from mmray.data.store.manifest import CHUNK_RECORDS
 from mmray.data.store.shard_table import Shard, pack_rows
-from mmray.storage.paths import AnyPath, list_names, open_input, open_output
+from mmray.storage.paths import AnyPath, list_names, open_output, open_sequential
 from mmray.storage.requests import iter_parallel
 
 # Columns of a record. Good rows have a shard, whose index is that in the record; others have a
@@ -52,6 +51,7 @@ INDEX = f"{CHUNK_RECORDS}/index-"  # start of the paths of the files that `fold`
 MAX_ROWS = 1 << 19  # of a set for whose rows the driver does the work of tasks
 MAX_FOLDED = 1000  # records of such a file
 FOLD_BYTES = 256 << 20  # its size
+REQUEST_BYTES = 4 << 20  # read from a store at a time, because a batch has a part for each column
 _SUMMARIES = b"records"
 _NOT_STORED: dict[str, Any] = {"dropped": b"", "labels": ()}
 
@@ -158,9 +158,8 @@ def open_records(
     """Open a file of records, with all or some columns."""
     fields = [SCHEMA.get_field_index(name) for name in columns]
     options = pa.ipc.IpcReadOptions(included_fields=fields)
-    path = out / file
     with (
-        open_input(path, mapped=isinstance(path, Path)) as source,
+        open_sequential(out / file, mapped=True, request_bytes=REQUEST_BYTES) as source,
         pa.ipc.open_file(source, options=options) as reader,
     ):
         yield reader

@@ -225,10 +225,12 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
     Raises:
         DataError: The manifest is damaged, or has a schema version that cannot be read.
     """
-    if not (folder / MANIFEST).is_file():
+    try:
+        data = (folder / MANIFEST).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        values = orjson.loads((folder / MANIFEST).read_bytes())
+        values = orjson.loads(data)
         if values["schema_version"] != SCHEMA_VERSION:
             raise DataError(
                 f"{folder} has schema version {values['schema_version']}, this version of "
