@@ -161,23 +161,39 @@ def corner_trials(base: Config, space: Space, goal: str) -> list[Trial]:
         UsageError: A setting cannot be searched, or no combination is feasible.
     """
     for key in space.axes:
-        if key.startswith("prepare.") or key in ("data.train", "data.eval"):
-            raise UsageError(
-                f"--space {key}: trials are compared on one set; start a command for each set"
-            )
-    for key in ("batch.micro", "batch.accumulation", TOKENS):
-        if key in space.axes and GOALS[goal].eval_metric:
-            raise UsageError(
-                f"--space {key}: --goal {goal} depends on the global batch, not on how it is "
-                "divided; search batch.global, or find the fastest division with "
-                "--goal throughput"
-            )
+        if reason := _refused_reason(key, goal):
+            raise UsageError(f"--space {key}: {reason}")
     corners = space.corners()
     trials = [build_trial(base, f"c{number}", each) for number, each in enumerate(corners)]
     if all(trial.infeasible for trial in trials):
         reasons = "\n  ".join(f"{trial.settings}: {trial.infeasible}" for trial in trials)
         raise UsageError(f"no combination is feasible:\n  {reasons}")
     return trials
+
+
+def _refused_reason(key: str, goal: str) -> str | None:
+    """Return why a setting cannot be searched: without effect in a trial, or what is compared would
+    differ; None if it can.
+    """
+    if key.startswith(("prepare.", "data.eval")) or key == "data.train":
+        return "trials are compared on one set; start a command for each set"
+    if GOALS[goal].eval_metric is None:
+        return None
+    if key in ("batch.micro", "batch.accumulation", TOKENS):
+        return (
+            f"--goal {goal} depends on the global batch, not on how it is divided; search "
+            "batch.global, or find the fastest division with --goal throughput"
+        )
+    if key.startswith("evaluate."):
+        return f"trials are compared by one evaluation; give it once, as --{key} VALUE"
+    if key in ("optimizer.schedule", "optimizer.final_lr_fraction"):
+        return (
+            f"--goal {goal} compares trials at a constant learning rate after the warm-up, so it "
+            "has no effect; compare runs of `mmray train`"
+        )
+    if key == "objective.kind" and goal == "loss":
+        return "losses of two objectives are not comparable; use --goal recall"
+    return None
 
 
 def typed_space(base: Config, space: Space) -> Space:

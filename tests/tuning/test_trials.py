@@ -230,6 +230,21 @@ def test_division_of_the_global_batch_is_searched_for_throughput_only(key):
         trials(f"{key}=1", goal="loss")
 
 
+@pytest.mark.parametrize(
+    ("given", "goal", "message"),
+    [
+        ("evaluate.loss_batch=8,16", "loss", "trials are compared by one evaluation"),
+        ("data.eval_captions=a,b", "recall", "trials are compared on one set"),
+        ("optimizer.schedule=cosine,linear", "recall", "constant learning rate after the warm-up"),
+        ("optimizer.final_lr_fraction=0,0.1", "loss", "constant learning rate after the warm-up"),
+        ("objective.kind=contrastive,sigmoid", "loss", "losses of two objectives are not comp"),
+    ],
+)
+def test_settings_that_trials_override_or_are_compared_by_are_not_searched(given, goal, message):
+    with pytest.raises(UsageError, match=f"--space {given.partition('=')[0]}: .*{message}"):
+        trials(given, goal=goal)
+
+
 def test_trial_of_elastic_recipe_has_fixed_workers():
     elastic = SAMPLE.with_cluster(workers="1-4")
     plan = plan_of("batch.micro=16", goal="throughput", base=elastic)
