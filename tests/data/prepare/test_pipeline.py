@@ -20,6 +20,8 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -664,6 +666,71 @@ def test_python_exception_in_a_task_is_raised_at_once(tmp_path, monkeypatch, loc
     ):
         run()
     assert (tmp_path / "out" / "calls").read_text() == "x"
+
+
+KILLED_AT = """
+import os, random, signal, sys
+from pathlib import Path
+from mmray.config import Prepare
+from mmray.data.prepare import pipeline, records
+
+def run_here(work, items):
+    yield from map(work, items)
+
+def attempt(out, last=None):
+    pid = os.fork()
+    if pid:
+        return os.waitpid(pid, 0)[1]
+    count = 0
+
+    def counted(operation):
+        def run(*args, **kwargs):
+            nonlocal count
+            for call in (lambda: None, lambda: operation(*args, **kwargs)):
+                result = call()
+                count += 1
+                if count == last:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return run
+
+    for name in ("unlink", "replace", "write_bytes", "mkdir"):
+        setattr(Path, name, counted(getattr(Path, name)))
+    settings = Prepare(group=sys.argv[4], rows_per_shard=4, vocab_size=100, holdout=0.2)
+    pipeline.prepare(sys.argv[1], out, settings)
+    Path(sys.argv[2], "count").write_text(str(count))
+    os._exit(0)
+
+pipeline.map_tasks = records.map_tasks = run_here
+assert attempt(sys.argv[2]) == 0
+count = int(Path(sys.argv[2], "count").read_text())
+points = random.Random(0)
+kills = [attempt(sys.argv[3], points.randint(count // 4, count)) for _ in range(5)]
+assert kills[0] == signal.SIGKILL and set(kills) <= {0, signal.SIGKILL}, kills
+assert attempt(sys.argv[3]) == 0
+"""
+
+
+@pytest.mark.parametrize(("file", "group"), [("rows.jsonl", "image"), ("rows.parquet", "none")])
+def test_prepare_killed_five_times_writes_the_same_files(tmp_path, file, group):
+    source = make_source(tmp_path / "raw", 40)
+    rows = [json.loads(line) for line in source.read_text().splitlines()]
+    add(source, *({"image": row["image"], "text": f"again {row['text']}"} for row in rows[::9]))
+    images = [color_image(number) for number in range(40)]
+    pq.write_table(pa.table({"image": images, "text": [*map(str, images)]}), tmp_path / file, 4)
+    path = source if group == "image" else tmp_path / file
+    folders = [tmp_path / name for name in ("whole", "killed")]
+    command = [sys.executable, "-c", KILLED_AT, *map(str, (path, *folders)), group]
+    subprocess.run(command, check=True)
+    (folders[0] / "count").unlink()
+    contents = []
+    for folder in folders:
+        files = [each for each in folder.rglob("*") if each.is_file()]
+        names = {each: str(each.relative_to(folder)) for each in files}
+        of_set = {each for each in files if not names[each].startswith(("parts/", "lease/"))}
+        contents.append({names[each]: each.read_bytes() for each in of_set})
+    assert contents[0] == contents[1]
 
 
 KILLED = """
