@@ -66,32 +66,34 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 SHARED = Path(os.environ.get("MMRAY_SHARED", ROOT.parent / "shared" / "data"))
 
 
+def start_ray(**options):
+    """Start a Ray with 8 logical CPUs on this machine."""
+    import ray
+
+    from mmray.cluster.ray_internals import essential_processes
+
+    fork_workers()
+    options |= {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    with essential_processes():
+        return ray.init(address="local", num_cpus=8, **options)
+
+
 @pytest.fixture(scope="module")
 def local_ray(tmp_path_factory):
-    """A Ray with 8 logical CPUs on this machine, reused by later modules.
+    """A Ray on this machine, reused by later modules.
 
     A module that starts its own cluster shuts this one down first; the next module that uses it
     starts another.
     """
     import ray
 
-    from mmray.cluster.ray_internals import essential_processes
-
-    fork_workers()
     # Other tests leave the address of their head in the environment. Ray Train would ask it whether
     # its controller is alive, and wait for an answer.
     ray._common.utils.reset_ray_address()
     if not ray.is_initialized():
         # inherited by workers
         os.environ["MMRAY_TEST_FAULTS"] = str(tmp_path_factory.mktemp("faults"))
-        with essential_processes():
-            ray.init(
-                address="local",
-                num_cpus=8,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="ERROR",
-            )
+        start_ray()
     # left by fault injection in an earlier module
     for done_once in Path(os.environ["MMRAY_TEST_FAULTS"]).iterdir():
         done_once.unlink(missing_ok=True)

@@ -12,11 +12,12 @@ import pytest
 import ray
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
-from mmray.config import to_yaml
+from mmray.config import ImageTower, to_yaml
 from mmray.errors import UsageError
 from mmray.training.driver import train
 from tests.cluster.test_faults import assert_same_model, losses_of_one_worker
 from tests.cluster.test_stops import start, wait_for_step
+from tests.conftest import start_ray
 from tests.made import make_set, png, row
 from tests.polling import wait_until
 from tests.training.runs import (
@@ -181,14 +182,16 @@ def test_object_store_of_80_mb_streams_four_times_that(tmp_path):
     visible.
     """
     ray.shutdown()
-    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-    started = ray.init(address="local", num_cpus=8, object_store_memory=80 * 10**6, **quiet)
+    started = start_ray(object_store_memory=80 * 10**6)
     try:
         grays = [png(gray, 160) for gray in range(64)]
         make_set(tmp_path / "set", [row(number, grays[number % 64]) for number in range(4224)])
         wanted = config(tmp_path / "set", tmp_path, "tiny", steps=66, checkpoint_every=0)
         wanted = wanted.replace(
-            model=wanted.model.replace(inputs=wanted.model.inputs.replace(image_side=160)),
+            model=wanted.model.replace(
+                inputs=wanted.model.inputs.replace(image_side=160),
+                image=ImageTower(name="vit", width=8, depth=1, heads=2, patch=40),
+            ),
             batch=wanted.batch.replace(micro=16, global_=64),
             data=wanted.data.replace(block_mb=24.0),
         )
