@@ -270,21 +270,20 @@ def test_held_out_rows_have_the_rewards_of_the_formula(reference, scored, evalua
 
 
 def test_set_without_the_columns_of_the_run_is_refused_by_name(
-    folder_of, prepared, tmp_path
+    folder_of, prepared, scored, tmp_path
 ) -> None:
     weights = folder_of("qwen3_vl")
-    prepared = str(shutil.copytree(prepared, tmp_path / "set"))
     with pytest.raises(MmrayError, match=f"run mmray score {prepared} --weights {weights}"):
         run(config_of(weights, prepared, tmp_path / "a"))
-    api.score(prepared, weights, reporter=Silent())
+    scored = str(shutil.copytree(scored, tmp_path / "set"))
     smaller = VlmConfig(weights=str(weights), inputs=VlmInputs(max_tokens=200, max_pixels=1024))
-    config = config_of(weights, prepared, tmp_path / "b", model=smaller)
+    config = config_of(weights, scored, tmp_path / "b", model=smaller)
     with pytest.raises(DataError, match=r"size of images than the run's: run mmray score .*FILE"):
         run(config)
     (tmp_path / "run.yaml").write_text(to_yaml(config))
     with pytest.raises(UsageError, match="limits of images were others"):
-        api.score(prepared, weights, config=tmp_path / "run.yaml", reporter=Silent())
-    api.score(prepared, weights, config=tmp_path / "run.yaml", name="smaller", reporter=Silent())
+        api.score(scored, weights, config=tmp_path / "run.yaml", reporter=Silent())
+    api.score(scored, weights, config=tmp_path / "run.yaml", name="smaller", reporter=Silent())
     objective = Objective(kind="dpo", reference="smaller")
     line = run(config.replace(objective=objective))[0]
     assert line["train/loss"] == pytest.approx(np.log(2), abs=1e-4)
