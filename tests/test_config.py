@@ -20,7 +20,7 @@ from mmray.config import (
     recipes,
     to_yaml,
 )
-from mmray.config.data import EvalSet, format_eval_sets
+from mmray.config.sets import EvalSet, format_eval_sets
 from mmray.errors import UsageError
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mmray.config import Config
-    from mmray.config.data import EvalSet
+    from mmray.config.sets import EvalSet
     from mmray.evaluation.batches import Group, OnProgress, SaveExamples
     from mmray.objectives.protocol import Objective
 

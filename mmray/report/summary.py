@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any
 
 from mmray.config import Config, flatten
-from mmray.config.data import Mixture
 from mmray.config.recipes import RECIPES
+from mmray.config.sets import Mixture
 from mmray.data.store.manifest import MANIFEST, QUARANTINE
 from mmray.report.run import (
     RunRecord,

@@ -16,8 +16,8 @@ from torch import nn
 from mmray import objectives
 from mmray.cluster.connect import needs_ray, ray_session
 from mmray.config import Config, EvalSettings, Lora, Vlm, from_yaml, recipes
-from mmray.config.data import Mixture
 from mmray.config.model import AnyModel
+from mmray.config.sets import Mixture
 from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
 from mmray.data.store.class_names import match_classes
 from mmray.data.store.manifest import MANIFEST

@@ -11,9 +11,9 @@ import numpy as np
 import orjson
 
 from mmray.config import Clip, Config
-from mmray.config.data import parse_captions
 from mmray.config.model import Objective
 from mmray.config.model_kinds import TowerModel
+from mmray.config.sets import parse_captions
 from mmray.data.store.mixture import PreparedMixture
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.row_columns import column_types

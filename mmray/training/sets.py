@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from mmray.config import Config, Prepare, Towers, Vlm
-from mmray.config.data import Mixture, parse_captions
 from mmray.config.model import AnyModel
+from mmray.config.sets import Mixture, parse_captions
 from mmray.data.media.decode import require_decoder
 from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
 from mmray.data.rows import HELD_OUT_SPLITS

@@ -14,9 +14,9 @@ from mmray.builtin import (
     KEEP_ALL,
     KINDS,
 )
-from mmray.config.data import Mixture, parse_captions
 from mmray.config.model import Model, Objective, model_section
 from mmray.config.model_kinds import PAIRS, Towers, Vlm
+from mmray.config.sets import Mixture, parse_captions
 from mmray.data.store.manifest import Manifest, read_manifest, text_columns
 from mmray.data.store.row_columns import column_types
 from mmray.data.store.selection import check_where

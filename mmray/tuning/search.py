@@ -16,7 +16,7 @@ from mmray.cluster.run_resources import (
     is_single_node,
 )
 from mmray.config import Config, to_yaml
-from mmray.config.data import format_eval_sets
+from mmray.config.sets import format_eval_sets
 from mmray.errors import MmrayError, ResourceError, TrainingError, UsageError
 from mmray.report.sweep import SweepRecord
 from mmray.report.write import write_report_safely

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmray.config import Data, Inputs
-from mmray.config.data import Mixture
+from mmray.config.sets import Mixture
 from mmray.data.store.mixture import MixtureComponent, PreparedMixture
 from mmray.data.store.stored_row import hash_key
 from mmray.data.stream.order import SamplePlan
