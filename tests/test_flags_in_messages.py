@@ -102,7 +102,10 @@ SELECT = "data/prepare/select.py"
 @pytest.mark.parametrize(
     ("commands", "paths"),
     [
-        (("prepare",), ("data/formats", "data/images", "data/prepare", "data/rows.py")),
+        (
+            ("prepare",),
+            ("data/formats", "data/images", "data/prepare", "data/rows.py", "data/source_row.py"),
+        ),
         (("select", "score"), (SELECT,)),  # its messages name the command that writes embeddings
         (("score",), ("training/score.py",)),
         (("evaluate",), ("evaluation", "cli/runs.py", "training/evaluate_export.py")),

@@ -15,7 +15,8 @@ from mmray.data.images.decode import BadImage
 from mmray.data.images.read import is_inside
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.media.excerpt import make_excerpt
-from mmray.data.messages import REJECTED, message_text, to_json
+from mmray.data.message_fields import REJECTED, to_json
+from mmray.data.messages import message_text
 from mmray.data.store.manifest import RECORD_BATCH_ROWS
 from mmray.data.store.mixture import ROW_ERRORS, read_each
 from mmray.data.store.prepared_set import PreparedSet

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmray.data.rows import BadRow, parse_row
+from mmray.data.rows import BadRow
+from mmray.data.source_row import parse_row
 from tests.made import make_set, png
 
 IMAGE = {"type": "image"}

@@ -8,7 +8,8 @@ import pytest
 
 from mmray.data.formats.values import normalize_values
 from mmray.data.messages import message_text, split_options
-from mmray.data.rows import BadRow, parse_row
+from mmray.data.rows import BadRow
+from mmray.data.source_row import parse_row
 
 OPTIONS = ["a cat", "a dog", "3"]
 ANSWER = {"role": "assistant", "content": "a dog", "options": OPTIONS}

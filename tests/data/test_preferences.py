@@ -11,7 +11,8 @@ from mmray.config import Prepare
 from mmray.data.formats.values import normalize_values
 from mmray.data.messages import message_text, split_rejected
 from mmray.data.prepare.pipeline import prepare
-from mmray.data.rows import BadRow, parse_row
+from mmray.data.rows import BadRow
+from mmray.data.source_row import parse_row
 from mmray.data.store.prepared_set import PreparedSet
 
 USER = {"role": "user", "content": "q"}

@@ -15,7 +15,8 @@ from mmray.data.formats.detect import detect_source, open_source
 from mmray.data.images.read import read_image
 from mmray.data.prepare import pipeline, preview, row_builder
 from mmray.data.prepare.pipeline import prepare
-from mmray.data.rows import BadRow, parse_row
+from mmray.data.rows import BadRow
+from mmray.data.source_row import parse_row
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import ResourceError
 from mmray.storage import paths, requests

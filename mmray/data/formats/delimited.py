@@ -16,7 +16,7 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
-from mmray.data.formats.source import SourceChunk, check_columns, check_named, known_columns
+from mmray.data.formats.source import Record, SourceChunk
 from mmray.data.formats.text_lines import CP1252_HINT, JsonlSource, LineReader, load_json
 from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.media.formats import AUDIO_SUFFIXES, VIDEO_SUFFIXES
@@ -26,7 +26,7 @@ from mmray.data.rows import (
     MESSAGE_COLUMNS,
     NOTICES,
     BadRow,
-    source_columns,
+    Values,
 )
 from mmray.errors import DataError
 from mmray.storage.paths import open_sequential
@@ -95,8 +95,8 @@ class CsvSource(JsonlSource):
         super().check(name)
         layout = self._layout(name)
         file = f"{self.folder / name} ({self.describe()})"
-        check_columns(layout.names, self.columns, file, _NO_HEADER)
-        check_named(layout.names, self.keep, self.columns, file, bool(self.name))
+        self.columns.check_kinds(layout.names, file, _NO_HEADER)
+        self.columns.check_named(layout.names, file, bool(self.name))
 
     def describe(self) -> str:
         return f"{self.title} with the delimiter {self._layout(self.names()[0]).delimiter}"
@@ -142,7 +142,7 @@ class CsvSource(JsonlSource):
         """Return whether lines within the fields of a record are rows, which a stray quote has
         joined to it.
         """
-        theirs = source_columns(self.columns, *IMAGE_COLUMNS, *MEDIA_COLUMNS)
+        theirs = self.columns.of(*IMAGE_COLUMNS, *MEDIA_COLUMNS)
         media = [number for number, name in enumerate(names) if name in theirs]
         for lines in (field.splitlines() for field in fields if "\n" in field):
             num_rows = 0
@@ -174,35 +174,33 @@ class CsvSource(JsonlSource):
         path = self.folder / name
         with open_sequential(path) as file:
             lines = LineReader(file)
-            start = 0
-            first = next((line for line in lines if line.strip()), b"")
+            start = lines.position()
+            first = next(filter(bytes.strip, lines), b"")
             separator = _SEPARATOR_LINE.fullmatch(first)
             if separator:
-                start = lines.offset
-                first = next((line for line in lines if line.strip()), b"")
-        _check_line_ends(first, str(path))
-        text = first.decode(errors="replace")
-        delimiter = (
-            separator[1].decode("latin-1").replace("\\t", "\t")
-            if separator
-            else self._find_delimiter(text)
-        )
-        dialect = self._dialect(delimiter, text)
-        with open_sequential(path) as file:
-            lines = LineReader(file, start)
-            record = next((each for each in self._read_fields(lines, dialect) if each), [])
+                start = lines.position()
+                first = next(filter(bytes.strip, lines), b"")
+            _check_line_ends(first, str(path))
+            text = first.decode(errors="replace")
+            delimiter = self._find_delimiter(text)
+            if separator:
+                delimiter = separator[1].decode("latin-1").replace("\\t", "\t")
+            dialect = self._dialect(delimiter, text)
+            lines.rewind(start)
+            records = self._read_fields(lines, dialect)
+            record = next((each for each in records if each), [])
         if not record:
             raise DataError(
                 f"{path} is empty: its first line must name the columns, such as image,text"
             )
         try:
-            names = [name.strip() for name in _decode_fields(record)]
+            names = [name.strip() for name in _checked_fields(record)]
         except BadRow as bad:
             raise DataError(f"{path}: the line of column names: {bad.detail}") from None
-        theirs = set(source_columns(self.columns, *self.columns))
+        theirs = self.columns.mapped
         numbers = [str(number) for number in range(1, len(names) + 1)]
         if theirs and theirs <= set(numbers) and not theirs & set(names):
-            return _Layout(numbers, start, dialect)
+            return _Layout(numbers, start[0], dialect)
         names = [name or number for name, number in zip(names, numbers, strict=True)]
         self._check_names(names, str(path))
         return _Layout(names, lines.offset, dialect)
@@ -211,12 +209,12 @@ class CsvSource(JsonlSource):
         """Return the delimiter with which most fields of the first line are known columns,
         otherwise that of the format, otherwise the one with most fields.
         """
-        known = known_columns(self.columns)
 
         def rank(delimiter: str) -> tuple[int, bool, int]:
             fields = next(csv.reader([line], delimiter=delimiter), [])
             is_default = delimiter == self.delimiter and len(fields) > 1
-            return sum(field.strip() in known for field in fields), is_default, len(fields)
+            num_known = sum(field.strip() in self.columns.known for field in fields)
+            return num_known, is_default, len(fields)
 
         return max((self.delimiter, *DELIMITERS), key=rank)
 
@@ -235,7 +233,7 @@ class CsvSource(JsonlSource):
             raise DataError(
                 f"{file}: duplicate column name `{name}`: {', '.join(names)[:200]}; rename one"
             )
-        if known_columns(self.columns).isdisjoint(names):
+        if self.columns.known.isdisjoint(names):
             data = [number for number, name in enumerate(names, 1) if _DATA.fullmatch(name)]
             if data:
                 others = [number for number in range(1, len(names) + 1) if number not in data]
@@ -247,15 +245,17 @@ class CsvSource(JsonlSource):
                     f"--columns image={data[0]} text={text}"
                 )
 
-    def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
+    def records(self, chunk: SourceChunk) -> Iterator[Record]:
         layout = self._layout(chunk.file)
         for line, location, record in super().records(chunk):
             yield line, location, (layout, record)
 
-    def parse(self, record: tuple[_Layout, list[str] | BadRow]) -> dict[str, Any]:
+    def parse(self, record: tuple[_Layout, list[str] | BadRow]) -> Values:
         layout, fields_or_error = record
         names = layout.names
-        fields = _cut(_decode_fields(fields_or_error), names)
+        fields = _checked_fields(fields_or_error)
+        if not any(fields[len(names) :]):  # a line may end in a delimiter
+            fields = fields[: len(names)]
         if len(fields) != len(names):
             hint = (
                 f" (a field that contains the delimiter, {layout.delimiter}, needs quotes)"
@@ -265,14 +265,13 @@ class CsvSource(JsonlSource):
             raise BadRow(
                 "parse", "columns", f"{len(fields)} fields, but {len(names)} columns{hint}"
             )
-        values: dict[str, Any] = {
+        values: Values = {
             column: field for column, field in zip(names, fields, strict=True) if field != ""
         }
-        for theirs in source_columns(self.columns, *_LIST_COLUMNS):
+        for theirs in self.columns.of(*_LIST_COLUMNS):
             if theirs in values:
                 values[theirs] = _parse_list(values[theirs])
-        for column in ("image", "image_path"):
-            theirs = self.columns.get(column, column)
+        for theirs in self.columns.of("image", "image_path"):
             if numbered := _NUMBERED_IMAGE.fullmatch(values.get(theirs, "")):
                 values[theirs] = numbered[1]
         if "quoting" in layout.dialect and any(field.startswith('"') for field in fields):
@@ -301,7 +300,7 @@ class TsvSource(CsvSource):
 
 
 class _RecordLines(Iterator[str]):
-    """Lines as texts in Latin-1, which can be read again from the second one of a record."""
+    """Lines as texts, which can be read again from the second one of a record."""
 
     def __init__(self, lines: LineReader) -> None:
         self.num_read = 0  # of the record; its reader sets it to 0
@@ -312,7 +311,7 @@ class _RecordLines(Iterator[str]):
         if self.num_read == 1:
             self._second = self._lines.position()
         self.num_read += 1
-        return next(self._lines).decode("latin-1")
+        return next(self._lines).decode(errors="surrogateescape")
 
     def rewind(self) -> None:
         """Continue with the second line of the record."""
@@ -365,19 +364,18 @@ def _has_adjacent_texts(text: str) -> bool:
     return (tokenize.STRING, tokenize.STRING) in pairwise(kinds)
 
 
-def _cut(fields: list[str], names: Sequence[str]) -> list[str]:
-    """Return the fields without empty ones after the last column: a line may end in a delimiter."""
-    return fields if any(fields[len(names) :]) else fields[: len(names)]
-
-
-def _decode_fields(record: list[str] | BadRow) -> list[str]:
+def _checked_fields(record: list[str] | BadRow) -> list[str]:
+    """Return the fields of a record. Raises BadRow for bytes that are not UTF-8."""
     if isinstance(record, BadRow):
         raise record
-    try:
-        return [field.encode("latin-1").decode() for field in record]
-    except UnicodeDecodeError as error:
-        detail = (
-            f"not UTF-8 at byte {error.start} of a field (byte {error.object[error.start]:#x}; "
-            f"{CP1252_HINT})"
-        )
-        raise BadRow("parse", "encoding", detail) from None
+    for field in record:
+        try:
+            field.encode()
+        except UnicodeEncodeError as error:
+            start = len(field[: error.start].encode())
+            detail = (
+                f"not UTF-8 at byte {start} of a field (byte {ord(field[error.start]) & 0xFF:#x}; "
+                f"{CP1252_HINT})"
+            )
+            raise BadRow("parse", "encoding", detail) from None
+    return record

@@ -102,7 +102,11 @@ def detect_source(address: str, source_format: str = "auto") -> SourceSpec:
 
 
 def open_source(
-    spec: SourceSpec, prepared_folder: AnyPath, columns: dict[str, str], caption_template: str
+    spec: SourceSpec,
+    prepared_folder: AnyPath,
+    columns: dict[str, str],
+    caption_template: str,
+    keep: tuple[str, ...] = (),
 ) -> Source:
     """Create the object that reads a source; it reads nothing yet.
 
@@ -112,7 +116,7 @@ def open_source(
     """
     folder = to_path(spec.address)
     return source_class(spec.format)(
-        folder, spec.name, columns, prepared_folder, caption_template, spec.files
+        folder, spec.name, columns, prepared_folder, caption_template, spec.files, keep
     )
 
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from mmray.builtin import COLUMNS
 from mmray.data.formats.listing import BAD_ROW, format_line, read_listing
-from mmray.data.formats.source import RawRow, Source, SourceChunk
+from mmray.data.formats.source import RawRow, Record, Source, SourceChunk
 from mmray.data.formats.text_lines import JsonlSource
 from mmray.data.partitions import read_part, write_parts
 from mmray.data.rows import (
@@ -27,6 +27,7 @@ from mmray.data.rows import (
     MESSAGE_COLUMNS,
     NOTICES,
     BadRow,
+    Values,
     has_any,
 )
 from mmray.errors import DataError
@@ -118,13 +119,13 @@ class GroupedSource(Source):
         stale = [*set(stale).difference(names), *inputs, *outputs]
         parallel_map(lambda name: (folder / name).unlink(), stale)
 
-    def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
+    def records(self, chunk: SourceChunk) -> Iterator[Record]:
         return read_listing(self.prepared_folder, chunk)
 
-    def _drops(self, name: str) -> bool:
-        return False  # its source has counted the columns
+    def notices(self, parsed: Values, values: Values) -> list[str]:
+        return []  # its source has added them
 
-    def parse(self, record: dict[str, Any]) -> dict[str, Any]:
+    def parse(self, record: Values) -> Values:
         if BAD_ROW in record:
             raise BadRow(*record[BAD_ROW])
         return record
@@ -157,7 +158,7 @@ def _group_part(
     Returns:
         The name of the file, and the numbers of groups by listing and by split.
     """
-    groups: dict[str, tuple[int, str, dict[str, Any]]] = {}  # with order and location
+    groups: dict[str, tuple[int, str, Values]] = {}  # with order and location
     captions: dict[str, dict[str, Any]] = {}  # captions by group and notation
     for row in read_part([folder / name for name in files], part)["row"]:
         order, key, location, values, texts = json.loads(row.as_py())
@@ -206,7 +207,7 @@ def _write_listing(
     return number, list(rows.scan_file(name, rows_per_chunk, rows_before))
 
 
-def _group(row: RawRow) -> tuple[list[Any], dict[str, Any]]:
+def _group(row: RawRow) -> tuple[list[Any], Values]:
     """Return the key of the group of a row, which may be of this row only, and its values.
 
     Raises DataError if its image is not a path or a URL.
@@ -225,7 +226,7 @@ def _group(row: RawRow) -> tuple[list[Any], dict[str, Any]]:
     return [row.values.get("split"), row.values.get(FOLDER), images], row.values
 
 
-def _describe_differences(first: dict[str, Any], values: dict[str, Any]) -> list[str]:
+def _describe_differences(first: Values, values: Values) -> list[str]:
     """Return a notice for each column in which a row differs from the first one of its image."""
     kept, others_kept = (each.get(KEPT_COLUMNS, {}) for each in (first, values))
     names = [name for name in _SHARED if first.get(name) != values.get(name)]

@@ -22,17 +22,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from mmray.builtin import KEEP_ALL
-from mmray.data.formats.source import check_columns, check_named, known_columns
+from mmray.builtin import CHAT_COLUMNS, COLUMNS
+from mmray.data.formats.columns import Columns
 from mmray.data.messages import MEDIA_FIELDS
 from mmray.data.rows import (
     IMAGE_COLUMNS,
     MEDIA_COLUMNS,
     MESSAGE_COLUMNS,
     BadRow,
+    Values,
     is_missing,
     parse_image,
-    source_columns,
 )
 from mmray.errors import DataError, UsageError
 from mmray.storage.address import is_url
@@ -98,9 +98,7 @@ def is_dataset(value: object) -> bool:
     )
 
 
-def encode_row(
-    row: Mapping[str, Any], columns: dict[str, str], keep: Sequence[str] = ()
-) -> dict[str, Any]:
+def encode_row(row: Mapping[str, Any], columns: dict[str, str], keep: Sequence[str] = ()) -> Values:
     """Return the columns of a row with values that Parquet can store, and None for those that are
     not used, so that `prepare` counts them.
 
@@ -108,14 +106,15 @@ def encode_row(
     cannot be read}, and a conversation a JSON text. Raises DataError if no column has images, or
     none has texts.
     """
-    names = {theirs: name for name in known_columns({}) for theirs in source_columns(columns, name)}
-    names |= {name: name for name in (row if keep == (KEEP_ALL,) else keep) if name not in names}
-    check_columns([*map(str, row)], columns, "the dataset")
-    check_named([*map(str, row)], keep, columns, "the dataset")
-    return {
-        str(name): _encode_value(names[name], value) if name in names else None
-        for name, value in row.items()
-    }
+    source = Columns(columns, keep)
+    source.check_kinds([*map(str, row)], "the dataset")
+    source.check_named([*map(str, row)], "the dataset")
+    ours = {theirs: name for name in (*COLUMNS, *CHAT_COLUMNS) for theirs in source.of(name)}
+    encoded = {}
+    for name, value in row.items():
+        is_used = name in ours or source.keeps(name)
+        encoded[str(name)] = _encode_value(ours.get(name, name), value) if is_used else None
+    return encoded
 
 
 def _encode_value(column: str, value: Any) -> Any:

@@ -5,7 +5,7 @@ The list is written as JSON lines to the folder of the prepared set; each task r
 
 from __future__ import annotations
 
-import codecs
+import io
 import json
 import posixpath
 import re
@@ -18,7 +18,14 @@ from typing import Any, ClassVar
 
 import orjson
 
-from mmray.data.formats.source import RawRow, Source, SourceChunk, is_about_the_data, read_head
+from mmray.data.formats.source import (
+    RawRow,
+    Record,
+    Source,
+    SourceChunk,
+    is_about_the_data,
+    read_head,
+)
 from mmray.data.formats.splits import split_of_folder, splits_of_files, splits_of_folders
 from mmray.data.formats.text_lines import (
     BOM,
@@ -36,6 +43,7 @@ from mmray.data.rows import (
     MORE_TEXTS,
     NOTICES,
     BadRow,
+    Values,
     is_safe_path,
     is_valid_name,
 )
@@ -49,7 +57,7 @@ BAD_ROW = "bad row"  # (stage, reason, detail) of a row that cannot be parsed
 _PIECE_BYTES = 1 << 20  # bytes of a JSON array that are read at a time
 _BETWEEN_ITEMS = re.compile(r"[\s,]*")
 _OBJECTS = "objects (boxes, categories) of the document are not used"
-Rows = Iterator[tuple[str, dict[str, Any]]]  # location of a row, and its columns
+Rows = Iterator[tuple[str, Values]]  # location of a row, and its columns
 
 
 class ListingSource(Source):
@@ -80,22 +88,29 @@ class ListingSource(Source):
             DataError: The source cannot be listed.
         """
 
-    def scan(self, rows_per_chunk: int) -> Iterator[SourceChunk]:
+    def names(self) -> list[str]:
+        return [self.listing]
+
+    def splits(self, names: list[str]) -> dict[str, str | None]:
+        return dict.fromkeys(names)
+
+    def check_files(self, names: Sequence[str]) -> None:
         with open_output(self.prepared_folder / self.listing) as file:
             for location, row in self.list_rows():
                 if split := row.get("split"):
                     self.split_rows[split] += 1
                 file.write(format_line(location, row))
-        if (self.prepared_folder / self.listing).stat().st_size:
-            rows = JsonlSource(self.prepared_folder, self.listing, {})
-            rows.grows = self.grows
-            rows.earlier = self.earlier
-            yield from rows.scan(rows_per_chunk)
 
-    def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
+    def scan_file(self, name: str, rows_per_chunk: int, rows_before: int) -> Iterator[SourceChunk]:
+        rows = JsonlSource(self.prepared_folder, name, {})
+        rows.grows = self.grows
+        rows.earlier = self.earlier
+        return rows.scan_file(name, rows_per_chunk, rows_before)
+
+    def records(self, chunk: SourceChunk) -> Iterator[Record]:
         return read_listing(self.prepared_folder, chunk)
 
-    def parse(self, record: dict[str, Any]) -> dict[str, Any]:
+    def parse(self, record: Values) -> Values:
         name = record.pop("text_file", None)
         if name is None:
             return record
@@ -111,14 +126,14 @@ class ListingSource(Source):
         return record | {"texts": [line for line in lines if line.strip()] or [""]}
 
 
-def read_listing(folder: AnyPath, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
+def read_listing(folder: AnyPath, chunk: SourceChunk) -> Iterator[Record]:
     """Yield the rows of a chunk of a listing in a folder: line, location and columns."""
     for line, _, data in JsonlSource(folder, chunk.file, {}).records(chunk):
         location, values = json.loads(data)
         yield line, location, values
 
 
-def format_line(location: str, row: dict[str, Any]) -> bytes:
+def format_line(location: str, row: Values) -> bytes:
     """Return the line of a row in a listing: ASCII, because names may contain lone surrogates."""
     return json.dumps([location, row]).encode() + b"\n"
 
@@ -230,7 +245,7 @@ class ClassFolders(ListingSource):
             folders = [(None, name.split("/")[0] if "/" in name else None) for name in names]
         self.class_names = order_classes(each for _, each in folders if each is not None)
         for name, (split, class_folder) in zip(names, folders, strict=True):
-            row: dict[str, Any] = {"id": name, "image": name}
+            row = {"id": name, "image": name}
             row |= {"split": split} if split else {}
             # an image outside the class folders has no caption, so it is quarantined
             row |= {"label": class_folder} if class_folder is not None else {}
@@ -275,28 +290,28 @@ class ImageTextPairs(ListingSource):
                 texts[_stem(stem) if _is_medium(stem) else stem].append(name)
             else:
                 self.ignored[PurePosixPath(name).suffix] += 1
-        for stem in texts.keys() - media.keys():  # a.en.srt of a.mp4, as yt-dlp writes it
+        for stem in sorted(texts.keys() - media.keys()):  # a.en.srt of a.mp4, as yt-dlp writes it
             base, language = _split_language(texts[stem][0])
             if language and base in media:
                 texts[base] = [*texts.pop(stem), *texts[base]]
         # Folders only: photos of trains may be named train-12.jpg.
-        splits = splits_of_files(list({f"{stem.rpartition('/')[0]}/" for stem in media | texts}))
-        for stem in sorted(media.keys() | texts.keys()):
-            row: dict[str, Any] = {}
+        stems = sorted(media.keys() | texts.keys())
+        splits = splits_of_files([f"{stem.rpartition('/')[0]}/" for stem in stems])
+        for stem in stems:
             *others, text = texts.get(stem, [""])
-            if text:
-                row["text_file"] = text
-                row |= {"language": language} if (language := _split_language(text)[1]) else {}
-            if others:
-                row[NOTICES] = [MORE_TEXTS]
-            if split := splits[f"{stem.rpartition('/')[0]}/"]:
-                row["split"] = split
+            row: Values = {
+                "text_file": text or None,
+                "language": _split_language(text)[1] or None,
+                NOTICES: [MORE_TEXTS] if others else None,
+                "split": splits[f"{stem.rpartition('/')[0]}/"],
+            }
+            row = {column: value for column, value in row.items() if value is not None}
             for name in media.get(stem, []):
                 yield name, {"id": name, media_kind(name) or "image": name} | row
             if stem not in media:
                 yield text, {"id": text} | row
 
-    def parse_item(self, item: tuple[int, str, Any]) -> RawRow:
+    def parse_item(self, item: Record) -> RawRow:
         text = item[2].get("text_file")
         has_file = text is not None and isinstance(self.folder, Path)
         files = (stat_signature(self.folder, text),) if has_file else ()
@@ -331,7 +346,7 @@ class JsonArraySource(ListingSource):
             row = item if isinstance(item, dict) else {BAD_ROW: (bad.stage, bad.reason, bad.detail)}
             yield f"{self.name}:item {number}", row
 
-    def parse(self, record: dict[str, Any]) -> dict[str, Any]:
+    def parse(self, record: Values) -> Values:
         if record.keys() == {BAD_ROW}:
             raise BadRow(*record[BAD_ROW])
         return record  # an item may have any column, also `text_file`
@@ -340,7 +355,7 @@ class JsonArraySource(ListingSource):
         """Yield the items of the array; a BadRow for one that repeats a name. Raises DataError."""
         repeated: list[str] = []
 
-        def join_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        def join_pairs(pairs: list[tuple[str, Any]]) -> Values:
             try:
                 return unique_pairs(pairs)
             except ValueError as error:
@@ -348,35 +363,30 @@ class JsonArraySource(ListingSource):
                 return {}
 
         decoder = json.JSONDecoder(object_pairs_hook=join_pairs)
-        decode = codecs.getincrementaldecoder("utf-8-sig")().decode
         path = self.folder / self.name
         text = ""
         position = count = 0
         try:
-            with open_sequential(path) as file:
+            with open_sequential(path) as raw, io.TextIOWrapper(raw, "utf-8-sig") as file:
+                text = file.read(_PIECE_BYTES).lstrip().removeprefix("[")
                 while True:
                     position = _BETWEEN_ITEMS.match(text, position).end()  # type: ignore[union-attr]
-                    if count == 0 and text[position : position + 1] == "[":
-                        position += 1
-                        continue
-                    if text[position : position + 1] == "]":
+                    if text.startswith("]", position):
                         return
                     repeated.clear()
                     try:
                         item, position = decoder.raw_decode(text, position)
-                        count += 1
                     except ValueError as error:
                         piece = file.read(_PIECE_BYTES)
                         if not piece or len(text) - position > MAX_LINE_BYTES:
                             raise DataError(
                                 f"{path}: item {count + 1} of the array is not JSON: {error}"
                             ) from None
-                        text = text[position:] + decode(piece)
+                        text = text[position:] + piece
                         position = 0
                         continue
-                    if repeated:
-                        item = BadRow("parse", "json", f"not JSON: {repeated[0]}")
-                    yield item
+                    count += 1
+                    yield BadRow("parse", "json", f"not JSON: {repeated[0]}") if repeated else item
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not UTF-8 after item {count}: {error}") from None
 
@@ -434,7 +444,7 @@ class CocoSource(ListingSource):
         self.num_without_image = sum(len(captions[each]) for each in captions.keys() - files)
         folder = self._images_folder([*files.values()][:16])
         for image_id, file in files.items():
-            row: dict[str, Any] = {"id": image_id, "image": f"{folder}{file}"}
+            row: Values = {"id": image_id, "image": f"{folder}{file}"}
             if image_id in captions:
                 row["texts"] = captions[image_id]
             if image_id in with_objects:

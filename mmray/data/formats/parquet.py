@@ -11,7 +11,6 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
@@ -24,18 +23,15 @@ import pyarrow.parquet as pq
 from mmray.builtin import CHAT_COLUMNS
 from mmray.data.formats.listing import ImageTextPairs, is_image
 from mmray.data.formats.source import (
-    Source,
+    BinarySource,
+    Record,
     SourceChunk,
-    check_columns,
-    check_named,
-    check_unchanged,
-    known_columns,
 )
 from mmray.data.formats.values import class_name
-from mmray.data.rows import MESSAGE_COLUMNS, BadRow, is_safe_path, source_columns
+from mmray.data.rows import MESSAGE_COLUMNS, BadRow, Values, is_safe_path
 from mmray.errors import DataError
 from mmray.storage.paths import open_sequential
-from mmray.storage.requests import TransientStorageError, iter_parallel
+from mmray.storage.requests import TransientStorageError
 
 _ROWS_PER_BATCH = 32  # inline images held as Python bytes
 # Read-ahead of a column; without a limit pyarrow reads the whole column chunk.
@@ -46,7 +42,11 @@ MAX_CHUNKS_PER_ROW_GROUP = 16
 MAX_CHUNK_BYTES = 128 << 20  # of a chunk that is larger than asked for
 
 
-class ParquetSource(Source):
+# The numbers of rows up to the end of each row group of a file, and the names of its classes.
+FileLayout = tuple[list[int] | None, tuple[str, ...]]
+
+
+class ParquetSource(BinarySource):
     """A Parquet file, or the Parquet files of a folder in sorted order.
 
     A subclass for another kind of files replaces `names()` (their paths, relative to the folder of
@@ -102,59 +102,33 @@ class ParquetSource(Source):
             rows = file.iter_batches(_ROWS_PER_BATCH, row_groups=groups, columns=columns)
             yield from _slice_rows(rows, start - (ends[first - 1] if first else 0), stop - start)
 
-    def scan(self, rows_per_chunk: int) -> Iterator[SourceChunk]:
-        index = 0
-        rows = 0
-        names = self.names()
-        splits = self.splits(names)
-        signatures = self.signatures(names)
-        earlier = self.earlier_chunks(signatures)
-        if earlier:
+    def check_files(self, names: Sequence[str]) -> None:
+        super().check_files(names)
+        if self._earlier:
             self._set_class_names(self.earlier_class_names)
-        files = iter_parallel(self._check_file, [name for name in names if name not in earlier])
-        for name in names:
-            if name in earlier:
-                chunks = earlier[name]
-            else:
-                ends, class_names = next(files)
-                self._set_class_names(class_names)
-                chunks = [*self._cut(name, ends, signatures[name], rows_per_chunk, rows)]
-            for chunk in chunks:
-                yield replace(chunk, index=index, split=splits[name])
-                index += 1
-                rows += chunk.num_rows or 0
 
-    def _cut(
-        self,
-        name: str,
-        ends: list[int] | None,
-        signature: tuple[int, str],
-        rows_per_chunk: int,
-        rows: int,
-    ) -> Iterator[SourceChunk]:
-        """Yield the chunks of a file, all with index 0, after `rows` rows of others."""
-        num_bytes, digest = signature
+    def cut(
+        self, checked: FileLayout, num_bytes: int, rows_per_chunk: int, rows_before: int
+    ) -> Iterator[tuple[int, int, int | None]]:
+        ends, class_names = checked
+        self._set_class_names(class_names)
         if ends is None:
-            yield SourceChunk(0, name, 0, sys.maxsize, 1, None, digest)
+            yield 0, sys.maxsize, None
             return
         most = MAX_CHUNK_BYTES * ends[-1] // max(1, num_bytes) if ends else 0
         start = 0
         for end, following in zip(ends, [*ends[1:], None], strict=False):  # none of an empty file
-            grown = self.chunk_rows(rows_per_chunk, rows + start)
+            grown = self.chunk_rows(rows_per_chunk, rows_before + start)
             limit = max(rows_per_chunk, min(grown, most))
             if following is not None and following - start <= limit:
                 continue
             step = max(limit, -(-(end - start) // MAX_CHUNKS_PER_ROW_GROUP))
             for first in range(start, end, step):
                 stop = min(first + step, end)
-                yield SourceChunk(0, name, first, stop, first + 1, stop - first, digest)
+                yield first, stop, stop - first
             start = end
 
-    def _check_file(self, name: str) -> tuple[list[int] | None, tuple[str, ...]]:
-        """Return the cumulative rows of a file and the names of its classes.
-
-        Raises DataError if it is damaged or lacks columns.
-        """
+    def check_file(self, name: str) -> FileLayout:
         try:
             ends, schema = self.cumulative_rows(name)
         except (pa.ArrowException, OSError) as error:
@@ -184,7 +158,7 @@ class ParquetSource(Source):
 
     @property
     def _label(self) -> str:
-        return self.columns.get("label", "label")
+        return self.columns.names.get("label", "label")
 
     def features(self, name: str, schema: pa.Schema) -> dict[str, Any]:
         """Return the column types that Hugging Face `datasets` stored in a file, such as {"label":
@@ -199,17 +173,13 @@ class ParquetSource(Source):
             for batch in self.batches(chunk.file, chunk.start, chunk.stop, [self._label]):
                 yield from batch.column(0).drop_null().to_pylist()
 
-    def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
-        check_unchanged(self.folder, chunk)
+    def records(self, chunk: SourceChunk) -> Iterator[Record]:
+        self.check_unchanged(chunk)
         row_number = chunk.first_line
         try:
             for batch in self.batches(chunk.file, chunk.start, chunk.stop):
                 for number in range(batch.num_rows):
-                    yield (
-                        row_number,
-                        f"{chunk.file}:{row_number}",
-                        batch.slice(number, 1),
-                    )
+                    yield row_number, f"{chunk.file}:{row_number}", batch.slice(number, 1)
                     row_number += 1
         except TransientStorageError:
             raise
@@ -223,11 +193,11 @@ class ParquetSource(Source):
             detail = f"rows {row_number} to {end}: {str(error)[:200]}"
             for rest in range(row_number, last + 1):
                 yield rest, f"{chunk.file}:{rest}", BadRow("read", reason, detail)
-        check_unchanged(self.folder, chunk)
+        self.check_unchanged(chunk)
 
-    def parse(self, record: pa.RecordBatch) -> dict[str, Any]:
+    def parse(self, record: pa.RecordBatch) -> Values:
         try:
-            values: dict[str, Any] = record.to_pylist()[0]
+            values: Values = record.to_pylist()[0]
         except UnicodeDecodeError as error:
             raise BadRow(
                 "parse", "encoding", f"a text is not UTF-8 at byte {error.start}"
@@ -238,17 +208,17 @@ class ParquetSource(Source):
 
     @cached_property
     def _chat_columns(self) -> set[str]:
-        return set(source_columns(self.columns, *MESSAGE_COLUMNS, *CHAT_COLUMNS, "tools"))
+        return {*self.columns.of(*MESSAGE_COLUMNS, *CHAT_COLUMNS, "tools")}
 
     def _known_columns(self, schema: pa.Schema, name: str) -> list[str]:
         """Return the columns to read. Raises DataError if no column has images or none has text."""
-        names = known_columns(self.columns)
-        known = [column for column in schema.names if column in names or self.keeps(column)]
-        if len(set(known)) < len(known):
-            raise DataError(f"{self.folder / name}: duplicate column name: {', '.join(known)}")
-        check_columns(schema.names, self.columns, str(self.folder / name))
+        columns = self.columns
+        known = [each for each in schema.names if each in columns.known or columns.keeps(each)]
         file = str(self.folder / name)
-        check_named(schema.names, self.keep, self.columns, file, bool(self.name))
+        if len(set(known)) < len(known):
+            raise DataError(f"{file}: duplicate column name: {', '.join(known)}")
+        columns.check_kinds(schema.names, file)
+        columns.check_named(schema.names, file, bool(self.name))
         self.unread = [column for column in schema.names if column not in known]
         return known
 

@@ -10,56 +10,44 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
-from mmray.builtin import ANSWER_COLUMNS, CHAT_COLUMNS, CHOSEN_COLUMN, COLUMNS, KEEP_ALL
+from mmray.builtin import CHAT_COLUMNS
+from mmray.data.formats.columns import Columns
 from mmray.data.formats.splits import splits_of_files
 from mmray.data.formats.values import normalize_values
 from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.rows import (
-    FOLDER,
-    IMAGE_COLUMNS,
     KEPT_COLUMNS,
-    MEDIA_COLUMNS,
-    MEDIA_KINDS,
-    MESSAGE_COLUMNS,
     NOTICES,
     TEXT_COLUMNS,
     BadRow,
+    Values,
     format_unused,
     has_any,
     is_missing,
     is_valid_name,
-    rename_columns,
-    replaced_columns,
-    source_columns,
 )
-from mmray.errors import DataError, UsageError, suggest
+from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, RemotePath, list_files, list_stats, open_sequential
+from mmray.storage.requests import iter_parallel
 
 # With `Source.grows`, chunks are larger than `rows_per_chunk` after so many of them: 100 million
 # rows are 10,000 chunks.
 MAX_SMALL_CHUNKS = 1000
 MAX_CHUNK_ROWS = 16_384
 
-# Common names of columns in public data sets, to suggest one in a message.
-_COMMON_NAMES = {
-    "image": "image img image_name img_path image_file file_name filename file filepath file_path "
-    "path image_url url image_path image_bytes jpg png photo",
-    "text": "text comment comments caption captions title sentence sentences description alt "
-    "alt_text raw conversation prompt txt label transcription transcript",
-}
-_NUMBERING = "_0123456789"
-_CONVERSATIONS = (*MESSAGE_COLUMNS, *ANSWER_COLUMNS, CHOSEN_COLUMN)
 # Texts that programs write for a missing value.
 _MARKS = {"NA", "N/A", "n/a", "#N/A", "NaN", "nan", "<NA>", "null", "NULL", "None"}
 _MARK = "a text or label such as `NA` or `None` is used as it is; leave it empty if it is missing"
 # Files and folders that macOS, Windows and network disks add.
 _SYSTEM_FILES = {"__macosx", "thumbs.db", "desktop.ini", "@eadir", "lost+found", "$recycle.bin"}
+
+Record = tuple[int, str, Any]  # line, location (`file:line`) and unparsed row
 
 
 @dataclass(frozen=True)
@@ -112,26 +100,27 @@ class RawRow(NamedTuple):
 
     line: int
     location: str
-    values: dict[str, Any] | BadRow
+    values: Values | BadRow
     files: tuple[tuple[str, int | None, int | None], ...] = ()
 
 
 class Source(ABC):
     """Rows of one source format, such as CSV; cheap to construct in each task.
 
-    A subclass implements `scan`, `records` and `parse`, and sets the class attributes; a user's own
-    subclass is named as `--format package.module:Class`.
+    A subclass implements `scan_file`, `records` and `parse`, and sets the class attributes; a
+    user's own subclass is named as `--format package.module:Class`.
 
     `scan(rows_per_chunk)` yields the chunks on the driver, each a SourceChunk: a part of one file
-    that one task reads. In a task `read(chunk)` yields its rows as RawRow (line,
-    location, values by mmray's column names or a BadRow). It calls `records(chunk)`, which yields
-    (line, location, unparsed record), and `parse(record)`, which returns the values by the column
-    names of the source or raises BadRow.
+    that one task reads. It calls `scan_file` with each of `names()`. In a task `read(chunk)` yields
+    its rows as RawRow (line, location, values by mmray's column names or a BadRow). It calls
+    `records(chunk)`, which yields (line, location, unparsed record), and `parse(record)`, which
+    returns the values by the column names of the source or raises BadRow.
 
     Args:
         name: Path of its file in the folder; empty: the whole folder.
         columns: Names in the source by mmray's column names, such as {"text": "title"}; a column
             without an entry has mmray's name. mmray's columns are those of RawRow.
+        keep: `prepare.keep`, names of columns to keep, or ("all",).
         prepared_folder: Folder where listings are stored; None: `folder`.
         caption_template: Caption of a class, with `{}` for its name.
         files: Visible files of the folder, if it was listed to detect its format.
@@ -142,7 +131,7 @@ class Source(ABC):
         split_rows: Counter of the rows by the split that the layout of the files defines.
         ignored: Counter of the files that are no part of a row, by suffix.
         unread: Columns of the file that `records` reads that neither mmray nor `keep` needs.
-        keep: `prepare.keep`, names of columns to keep, or ("all",); () until the caller sets it.
+        columns: The columns of the source, as Columns.
         grows: Whether chunks grow with the number of rows before them, so that a large source has
             few; False until the caller sets it.
         earlier: Chunks of an earlier scan with the same settings; () until the caller sets it. A
@@ -182,15 +171,15 @@ class Source(ABC):
         prepared_folder: AnyPath | None = None,
         caption_template: str = "",
         files: Iterable[str] = (),
+        keep: tuple[str, ...] = (),
     ) -> None:
         self.folder = folder
         self.name = name
-        self.columns = columns
+        self.columns = Columns(columns, keep)
         self.caption_template = caption_template
         self.prepared_folder = prepared_folder or folder
         self._files = files
         self.class_names: tuple[str, ...] = ()
-        self.keep: tuple[str, ...] = ()  # `prepare.keep`
         self.roots: tuple[str, ...] = ()  # `prepare.root`
         self.grows = False
         self.earlier: Sequence[SourceChunk] = ()
@@ -219,7 +208,6 @@ class Source(ABC):
         """
         return False
 
-    @abstractmethod
     def scan(self, rows_per_chunk: int) -> Iterator[SourceChunk]:
         """Split the source into chunks, and yield them in order.
 
@@ -231,6 +219,28 @@ class Source(ABC):
         Raises:
             DataError: A file cannot be read or has another format.
         """
+        names = self.names()
+        splits = self.splits(names)
+        self.check_files(names)
+        index = 0
+        rows = 0
+        for name in names:
+            for chunk in self.scan_file(name, rows_per_chunk, rows):
+                yield replace(chunk, index=index, split=splits[name])
+                index += 1
+                rows += chunk.num_rows or 0
+
+    def check_files(self, names: Sequence[str]) -> None:
+        """Check the files for which `scan_file` is called next, in this order. Raises DataError."""
+        return
+
+    def scan_file(self, name: str, rows_per_chunk: int, rows_before: int) -> Iterator[SourceChunk]:
+        """Yield the chunks of a file; `scan` sets their index and split.
+
+        Args:
+            rows_before: Number of rows in the files before it.
+        """
+        raise NotImplementedError
 
     def chunk_rows(self, rows_per_chunk: int, rows_before: int) -> int:
         """Return the number of rows of a chunk.
@@ -271,14 +281,7 @@ class Source(ABC):
         """Return the sorted paths of the files of the source, relative to its folder."""
         return self.files_with_suffix(self.suffixes)
 
-    def signatures(self, names: list[str]) -> dict[str, tuple[int, str]]:
-        """Return the size of each file of the source, and a digest of its name, size and
-        modification time.
-        """
-        stats = self.stats(names)
-        return {name: (stat.st_size, _signature(name, stat)) for name, stat in stats.items()}
-
-    def stats(self, names: list[str]) -> dict[str, Any]:
+    def stats(self, names: Sequence[str]) -> dict[str, Any]:
         """Return `stat()` of each file of the source by name, from a listing of a store."""
         listed = {}
         if isinstance(self.folder, RemotePath) and not self.name:
@@ -299,14 +302,6 @@ class Source(ABC):
         is_unchanged = self.files_digest == files_digest != ""
         return self.earlier[: self.num_complete] if is_unchanged else ()
 
-    def earlier_chunks(self, signatures: Mapping[str, tuple[int, str]]) -> dict[str, list[Any]]:
-        """Return the chunks of an earlier complete scan of the files that are the same by name."""
-        chunks: dict[str, list[SourceChunk]] = {}
-        for chunk in self.earlier[: self.num_complete]:
-            if signatures.get(chunk.file, (0, ""))[1] == chunk.signature:
-                chunks.setdefault(chunk.file, []).append(chunk)
-        return chunks
-
     def splits(self, names: list[str]) -> dict[str, str | None]:
         """Return the split of each file by the names of files and folders.
 
@@ -317,7 +312,7 @@ class Source(ABC):
         return dict.fromkeys(names) if self.name else splits_of_files(names)
 
     @abstractmethod
-    def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
+    def records(self, chunk: SourceChunk) -> Iterator[Record]:
         """Yield the unparsed rows of a chunk.
 
         Args:
@@ -346,7 +341,7 @@ class Source(ABC):
                     yield row.values["label"]
 
     @abstractmethod
-    def parse(self, record: Any) -> dict[str, Any]:
+    def parse(self, record: Any) -> Values:
         """Return the values of a row by the column names of the source.
 
         Args:
@@ -365,13 +360,6 @@ class Source(ABC):
 
         A row without a split gets the split of the chunk, which file names define.
 
-        Args:
-            chunk: A part of one file, as `scan` yielded it.
-
-        Yields:
-            A RawRow: `line`, `location` (`file:line`) and `values` by column name, or a BadRow
-            instead of these if the row is invalid.
-
         Raises:
             DataError: The chunk differs from the scanned one.
         """
@@ -380,159 +368,90 @@ class Source(ABC):
                 row.values["split"] = row.values.get("split") or chunk.split
             yield row
 
-    def parse_item(self, item: tuple[int, str, Any]) -> RawRow:
-        """Parse one row, and rename its columns; an invalid row becomes a RawRow with a BadRow as
-        `values`.
-
-        Args:
-            item: (line, location, record): number of the row in its file, `file:line` for messages,
-                and the unparsed row or a BadRow.
-
-        Returns:
-            A RawRow: `line` (number), `location` (`file:line`) and `values`, by mmray's column
-            names, or a BadRow.
-        """
+    def parse_item(self, item: Record) -> RawRow:
+        """Parse one row, or a BadRow in its place, and rename its columns."""
         line, location, record = item
         if isinstance(record, BadRow):
             return RawRow(line, location, record)
         try:
             parsed = self.parse(record)
             values = normalize_values(
-                rename_columns(parsed, self.columns), self.class_names, self.caption_template
+                self.columns.rename(parsed), self.class_names, self.caption_template
             )
         except BadRow as bad:
             return RawRow(line, location, bad)
-        if self.keep:
-            kept = {name: value for name, value in parsed.items() if self.keeps(name)}
+        if self.columns.keep:
+            kept = {name: value for name, value in parsed.items() if self.columns.keeps(name)}
             values[KEPT_COLUMNS] = kept
-        unused = [name for name, value in parsed.items() if value is not None and self._drops(name)]
-        if "texts" in values and "text" in parsed and not is_missing(parsed["text"]):
-            unused += ["text"] * (not self._drops("text"))
-        if has_any(values, CHAT_COLUMNS):
-            unjoined = source_columns(
-                self.columns, *(name for name in CHAT_COLUMNS if name in values)
-            )
-            unused += [name for name in unjoined if not self.keeps(name)]
-        notices = [format_unused(name) for name in self.unread + unused]
-        for name in self._texts:
-            if isinstance(parsed.get(name), str) and parsed[name] in _MARKS:
-                notices.append(_MARK)
-        if notices:
+        if notices := self.notices(parsed, values):
             values[NOTICES] = [*values.get(NOTICES, ()), *notices]
         return RawRow(line, location, values)
 
-    def _drops(self, name: str) -> bool:
-        return name not in self._used and not self.keeps(name)
-
-    def keeps(self, name: str) -> bool:
-        """Return whether a column of the source is stored with the set, as a kept column.
-
-        It is if `prepare.keep` (the attribute `keep`) names it, or is `all` and mmray does not read
-        the column itself.
+    def notices(self, parsed: Values, values: Values) -> list[str]:
+        """Return the notices of columns that are not used, and of texts such as `NA`.
 
         Args:
-            name: Name of the column in the source.
+            parsed: Values of a row by the columns of the source.
+            values: Those by mmray's columns.
         """
-        is_stored = name in self._known and name not in CHAT_COLUMNS
-        return not is_stored if self.keep == (KEEP_ALL,) else name in self.keep
-
-    @cached_property
-    def _known(self) -> set[str]:
-        return known_columns(self.columns) | {FOLDER, KEPT_COLUMNS, NOTICES}
+        columns = self.columns
+        unused = self.unread + [
+            name for name, value in parsed.items() if value is not None and columns.drops(name)
+        ]
+        has_both = "texts" in values and not is_missing(parsed.get("text"))
+        unused += ["text"] * (has_both and not columns.drops("text"))
+        if has_any(values, CHAT_COLUMNS):
+            unjoined = columns.of(*(name for name in CHAT_COLUMNS if name in values))
+            unused += [name for name in unjoined if not columns.keeps(name)]
+        notices = [format_unused(name) for name in unused]
+        for name in self._texts:
+            if isinstance(parsed.get(name), str) and parsed[name] in _MARKS:
+                notices.append(_MARK)
+        return notices
 
     @cached_property
     def _texts(self) -> tuple[str, ...]:
         """The columns of texts and labels."""
-        return source_columns(self.columns, *TEXT_COLUMNS, "label")
-
-    @cached_property
-    def _used(self) -> set[str]:
-        """The known columns that no mapped one replaces."""
-        theirs = source_columns(self.columns, *self.columns)
-        return self._known - replaced_columns(self.columns).difference(theirs)
+        return self.columns.of(*TEXT_COLUMNS, "label")
 
 
-def known_columns(columns: Mapping[str, str]) -> set[str]:
-    """Return the names of the columns of a source that mmray reads, whether it has them or not."""
-    return set(source_columns(columns, *COLUMNS, *CHAT_COLUMNS))
+class BinarySource(Source):
+    """Base of the formats whose files are written once: a chunk has a digest of the name, size and
+    modification time of its file.
 
-
-def check_named(
-    names: Collection[str],
-    keep: Sequence[str],
-    columns: Mapping[str, str],
-    file: str,
-    is_complete: bool = False,
-) -> None:
-    """Raise UsageError if a column that the user named in `prepare.keep` or `columns` does not
-    exist in the source.
-
-    Args:
-        keep: Value of `prepare.keep`: names of columns, or ("all",), which names none.
-        is_complete: Whether these are the names of all rows. False: only the columns of `keep` and
-            those of several texts must be there.
+    A subclass implements `check_file(name)`, which is called with new files in threads and raises
+    DataError for a wrong one, and `cut(checked, num_bytes, rows_per_chunk, rows_before)`, which
+    yields start, stop and number of rows of each chunk of a file from what `check_file` returned.
     """
-    flag_of = {name: "--keep" for name in keep if name != KEEP_ALL}
-    for ours in columns:
-        theirs = source_columns(columns, ours)
-        is_checked = is_complete or len(theirs) > 1
-        flag_of |= dict.fromkeys(theirs if is_checked else (), f"--columns {ours}")
-    for name, flag in flag_of.items():
-        if name not in names:
-            raise UsageError(f"{flag}: {file} has no column `{name}`; {suggest(name, names)}")
 
+    check_file: Callable[[str], Any]
+    cut: Callable[[Any, int, int, int], Iterator[tuple[int, int, int | None]]]
 
-def check_columns(
-    names: Sequence[str], columns: Mapping[str, str], file: str, no_match: str = ""
-) -> None:
-    """Raise DataError if no column of a source has images, audio or video, or none has texts.
+    def check_files(self, names: Sequence[str]) -> None:
+        stats = self.stats(names)
+        self._sizes = {name: stat.st_size for name, stat in stats.items()}
+        self._signatures = {name: _signature(name, stat) for name, stat in stats.items()}
+        self._earlier: dict[str, list[SourceChunk]] = defaultdict(list)
+        for chunk in self.earlier[: self.num_complete]:
+            if self._signatures.get(chunk.file) == chunk.signature:
+                self._earlier[chunk.file].append(chunk)
+        new = [name for name in names if name not in self._earlier]
+        self._checked = iter_parallel(self.check_file, new)
 
-    A column of conversations counts as both, one of labels as texts. A source with both audio and
-    video needs no texts.
+    def scan_file(self, name: str, rows_per_chunk: int, rows_before: int) -> Iterator[SourceChunk]:
+        if name in self._earlier:
+            yield from self._earlier[name]
+            return
+        checked = next(self._checked)
+        parts = self.cut(checked, self._sizes[name], rows_per_chunk, rows_before)
+        for start, stop, num_rows in parts:
+            line = 1 if num_rows is None else start + 1
+            yield SourceChunk(0, name, start, stop, line, num_rows, self._signatures[name])
 
-    Args:
-        names: Names of all columns of the source.
-        columns: Names in the source by mmray's column names, such as {"text": "title"}; a column
-            without an entry has mmray's name.
-        file: The file, for the message.
-        no_match: Text that is added to the message if no column resembles one of images or texts.
-    """
-    advice = []
-    missing = []
-    has_pairs = all(
-        not set(names).isdisjoint(source_columns(columns, *of_kind))
-        for of_kind in MEDIA_KINDS.values()
-    )
-    # The images of a conversation may be in its parts.
-    for kind, ours in (
-        ("image", (*IMAGE_COLUMNS, *MEDIA_COLUMNS, *_CONVERSATIONS)),
-        ("text", (*TEXT_COLUMNS, *_CONVERSATIONS, "label")),
-    ):
-        if set(names).isdisjoint(source_columns(columns, *ours)) and not (
-            kind == "text" and has_pairs
-        ):
-            common = _COMMON_NAMES[kind].split()
-            # Names such as image_1 and Caption2 match, too.
-            guess = next(
-                (name for name in names if name.lower().rstrip(_NUMBERING) in common), "NAME"
-            )
-            missing.append(f"none is `{kind}`")
-            advice.append(f"{kind}={guess}")
-    lacking = [theirs for theirs in columns.values() if theirs not in names]
-    if missing and lacking:
-        raise DataError(
-            f"{file} has no column `{lacking[0]}`, which --columns names; "
-            f"{suggest(lacking[0], names)}"
-        )
-    if missing:
-        is_unknown = len(missing) == 2 and all(each.endswith("=NAME") for each in advice)
-        # Names of columns do not show what kind of files they name.
-        kinds = " (audio=, video= for such files)" if advice[0].startswith("image=") else ""
-        raise DataError(
-            f"{file} has the columns {', '.join(names)[:300]}: {' and '.join(missing)}; name "
-            f"{'one' if len(missing) == 1 else 'them'} with --columns {' '.join(advice)}"
-            f"{kinds}{no_match if is_unknown else ''}"
-        )
+    def check_unchanged(self, chunk: SourceChunk) -> None:
+        """Raise DataError if the file of a chunk changed after it was scanned."""
+        if _signature(chunk.file, (self.folder / chunk.file).stat()) != chunk.signature:
+            raise changed_error(chunk.file)
 
 
 def changed_error(file: str) -> DataError:
@@ -542,12 +461,6 @@ def changed_error(file: str) -> DataError:
 
 def _signature(name: str, stat: Any) -> str:
     return hashlib.sha256(repr((name, stat.st_size, stat.st_mtime_ns)).encode()).hexdigest()
-
-
-def check_unchanged(folder: AnyPath, chunk: SourceChunk) -> None:
-    """Raise DataError if the file of a chunk changed after it was scanned."""
-    if _signature(chunk.file, (folder / chunk.file).stat()) != chunk.signature:
-        raise changed_error(chunk.file)
 
 
 def read_head(folder: AnyPath, name: str, size: int = 64) -> bytes:

@@ -13,15 +13,15 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property, partial
-from itertools import chain
-from typing import Any, ClassVar
+from itertools import chain, groupby, islice
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from mmray.data.formats.source import (
     RawRow,
+    Record,
     Source,
     SourceChunk,
     changed_error,
@@ -29,7 +29,7 @@ from mmray.data.formats.source import (
 )
 from mmray.data.formats.splits import splits_of_paths
 from mmray.data.images.formats import detect_format
-from mmray.data.rows import FOLDER, BadRow
+from mmray.data.rows import FOLDER, BadRow, Values
 from mmray.errors import DataError
 from mmray.storage.paths import RemotePath, open_sequential
 from mmray.storage.requests import iter_parallel
@@ -37,7 +37,7 @@ from mmray.storage.requests import iter_parallel
 # Longer lines are truncated, so memory does not depend on their length.
 MAX_LINE_BYTES = 16 * 1024 * 1024
 _PIECE_BYTES = 1024 * 1024
-MIN_COMPARED_BYTES = 64 << 20  # of a file whose earlier chunks are compared, not scanned again
+_PART_BYTES = 64 << 20  # of an earlier scan that one thread compares
 BOM = b"\xef\xbb\xbf"
 _UTF16_ADVICE = "is UTF-16: convert it with `iconv -f UTF-16 -t UTF-8 {} > NEW`"
 _OTHER_FORMATS = (
@@ -55,6 +55,15 @@ _OTHER_FORMATS = (
     (codecs.BOM_UTF16_BE, _UTF16_ADVICE),
 )
 CP1252_HINT = "a file of Windows is converted with `iconv -f CP1252 -t UTF-8 FILE > NEW`"
+
+
+class Counts(NamedTuple):
+    """Byte after a chunk, its numbers of lines and of rows, and the digest of its bytes."""
+
+    stop: int
+    num_lines: int
+    num_rows: int
+    digest: str
 
 
 class LineReader(Iterator[bytes]):
@@ -107,85 +116,6 @@ class LineReader(Iterator[bytes]):
         self._file.seek(self.offset)
 
 
-class _LineCounter:
-    """Counts the lines of a file, as LineReader reads them, without an object for each.
-
-    Args:
-        file: Raw binary file that can seek.
-        start: Byte at which the first line starts.
-        stops: Sorted offsets of the file at which `skip` stops if a line ends there.
-
-    Attributes:
-        offset, num_lines, digest: As those of LineReader.
-    """
-
-    def __init__(self, file: io.RawIOBase, start: int, stops: Sequence[int]) -> None:
-        file.seek(start)
-        self.offset = start
-        self.num_lines = 0
-        self.digest = hashlib.sha256()
-        self._file = file
-        self._stops = np.array(stops, np.int64)
-        self._piece = b""
-        self._piece_start = start
-        self._ends = np.zeros(0, np.int64)  # offsets in the file of the line ends in the piece
-        self._rows = np.zeros(1, np.int64)  # number of rows before each line of the piece
-        self._stop_lines = np.zeros(0, np.int64)  # lines of the piece after which `skip` stops
-        self._next = 0  # line of the piece
-        self._has_text = False  # whether the line that continues in the next piece is a row
-
-    def skip(self, most: int) -> int:
-        """Skip lines, at most `most`, and return how many have more than white space."""
-        rows = 0
-        while most:
-            if self._next == len(self._ends):
-                self._move_to(self._piece_start + len(self._piece))
-                if not self._read_piece():
-                    rows += self._has_text
-                    self._has_text = False
-                    break
-                continue
-            end = min(self._next + most, len(self._ends))
-            stop = self._stop_lines.searchsorted(self._next)
-            if is_stop := stop < len(self._stop_lines) and self._stop_lines[stop] < end:
-                end = int(self._stop_lines[stop]) + 1
-            rows += int(self._rows[end] - self._rows[self._next])
-            self.num_lines += end - self._next
-            most = 0 if is_stop else most - (end - self._next)
-            self._next = end
-            self._move_to(int(self._ends[end - 1]))
-        return rows
-
-    def _move_to(self, offset: int) -> None:
-        start, stop = (each - self._piece_start for each in (self.offset, offset))
-        self.digest.update(memoryview(self._piece)[start:stop])
-        self.offset = offset
-
-    def _read_piece(self) -> bool:
-        piece = self._file.read(_PIECE_BYTES) or b""
-        text = piece.removeprefix(BOM if self.offset == 0 else b"")
-        data = np.frombuffer(piece, np.uint8)
-        ends = np.flatnonzero(data == ord("\n")) + 1
-        starts = np.append(len(piece) - len(text), ends)
-        is_row = np.ones(len(ends), bool)
-        # Lines that start with white space may have nothing else.
-        for number in np.flatnonzero(data[starts[:-1]] <= ord(" ")).tolist():
-            is_row[number] = bool(piece[starts[number] : ends[number]].strip())
-        has_text = bool(piece[starts[-1] :].strip())
-        if len(ends):
-            is_row[0] |= self._has_text
-        else:
-            has_text |= self._has_text
-        self._has_text = has_text
-        self._piece = piece
-        self._piece_start = self.offset
-        self._ends = ends + self.offset
-        self._rows = np.append(0, np.cumsum(is_row))
-        self._stop_lines = np.flatnonzero(np.isin(self._ends, self._stops))
-        self._next = 0
-        return bool(piece)
-
-
 class JsonlSource(Source):
     """A .jsonl file, or a folder of such files whose names define splits; images are paths relative
     to their file.
@@ -230,81 +160,68 @@ class JsonlSource(Source):
         files = [name for name in names if name.lower().endswith(cls.suffixes)]
         return len(files) > 1 and None not in splits_of_paths(files).values()
 
-    def scan(self, rows_per_chunk: int) -> Iterator[SourceChunk]:
-        names = self.names()
-        splits = self.splits(names)
-        index = 0
-        rows = 0
+    def check_files(self, names: Sequence[str]) -> None:
         for name in names:
             self.check(name)
-            same = self._unchanged_chunks(name)
-            rows_before = rows + sum(chunk.num_rows or 0 for chunk in same)
-            for chunk in chain(same, self.scan_file(name, rows_per_chunk, rows_before, same)):
-                yield replace(chunk, index=index, split=splits[name])
-                index += 1
-                rows += chunk.num_rows or 0
 
-    def _unchanged_chunks(self, name: str) -> list[SourceChunk]:
-        """Return the chunks of an earlier scan of a large file that it still has, without the last
-        one, whose last record may be continued.
-
-        Their bytes are compared, which is faster than a scan of their lines.
-        """
-        chunks = [chunk for chunk in self.earlier if chunk.file == name]
-        if not chunks or chunks.pop().stop < MIN_COMPARED_BYTES:
-            return []
-        return chunks if all(iter_parallel(self._has_bytes, chunks)) else []
-
-    def _has_bytes(self, chunk: SourceChunk) -> bool:
-        digest = hashlib.sha256()
-        left = chunk.stop - chunk.start
-        with open_sequential(self.folder / chunk.file) as file:
-            file.seek(chunk.start)
-            while piece := file.read(min(_PIECE_BYTES, left)):
-                digest.update(piece)
-                left -= len(piece)
-        return digest.hexdigest() == chunk.signature
-
-    def scan_file(
-        self, name: str, rows_per_chunk: int, rows_before: int, same: Sequence[SourceChunk] = ()
-    ) -> Iterator[SourceChunk]:
-        """Yield the chunks of a file after its first ones, `same`; all have the index 0.
-
-        Args:
-            rows_before: Number of rows in the chunks before these.
-        """
-        start = same[-1].stop if same else 0
-        earlier = [chunk for chunk in self.earlier if chunk.file == name]
-        first_line = earlier[len(same)].first_line if same else 1
-        lines_before = first_line - 1
-        ends = [chunk.stop for chunk in earlier]
+    def scan_file(self, name: str, rows_per_chunk: int, rows_before: int) -> Iterator[SourceChunk]:
+        start = 0
+        first_line = 1
+        for chunk, num_lines in self._unchanged_chunks(name):
+            yield chunk
+            start = chunk.stop
+            first_line += num_lines
+            rows_before += chunk.num_rows or 0
+        sizes = partial(self.chunk_rows, rows_per_chunk)
         with open_sequential(self.folder / name) as file:
-            lines, skip = self._open_lines(name, file, start, ends)
-            while True:
-                rows = skip(self.chunk_rows(rows_per_chunk, rows_before))
-                if lines.offset == start:
-                    return
-                digest = lines.digest.hexdigest()
-                yield SourceChunk(0, name, start, lines.offset, first_line, rows, digest)
-                start = lines.offset
-                first_line = lines_before + lines.num_lines + 1
-                rows_before += rows
-                lines.digest = hashlib.sha256()
+            if type(self).iter_records is JsonlSource.iter_records:
+                counts = _count_lines(file, start, rows_before, sizes)
+            else:
+                lines = LineReader(file, start)
+                records = self.iter_records(name, lines)
+                counts = _count_records(lines, records, rows_before, sizes)
+            for stop, num_lines, num_rows, digest in counts:
+                yield SourceChunk(0, name, start, stop, first_line, num_rows, digest)
+                start = stop
+                first_line += num_lines
 
-    def _open_lines(
-        self, name: str, file: io.RawIOBase, start: int, stops: Sequence[int]
-    ) -> tuple[LineReader | _LineCounter, Callable[[int], int]]:
-        """Return the lines of a file, and a function that skips some records, or those up to one of
-        the offsets `stops`, and returns how many are rows.
+    def _unchanged_chunks(self, name: str) -> Iterator[tuple[SourceChunk, int]]:
+        """Yield the first chunks of an earlier scan that the file still has, with their numbers of
+        lines. Their bytes are compared, which is faster than a scan of their lines.
+
+        The last one is left out if it ends without a newline, because its last record may be
+        continued.
         """
-        if type(self).iter_records is JsonlSource.iter_records:
-            counter = _LineCounter(file, start, stops)
-            return counter, counter.skip
-        lines = LineReader(file, start)
-        records = self.iter_records(name, lines)
-        return lines, partial(_skip_records, lines, records, {*stops})
+        earlier = [chunk for chunk in self.earlier if chunk.file == name]
+        parts = [[*part] for _, part in groupby(earlier, lambda chunk: chunk.start // _PART_BYTES)]
+        stop = 0
+        for counts in iter_parallel(self._count_unchanged, parts):
+            for chunk, num_lines in counts:
+                if chunk.start != stop or num_lines is None:
+                    return
+                yield chunk, num_lines
+                stop = chunk.stop
 
-    def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
+    def _count_unchanged(self, chunks: list[SourceChunk]) -> list[tuple[SourceChunk, int | None]]:
+        """Return the number of lines of each chunk; None: the file has other bytes now, or the
+        chunk ends without a newline.
+        """
+        counts: list[tuple[SourceChunk, int | None]] = []
+        with open_sequential(self.folder / chunks[0].file) as file:
+            for chunk in chunks:
+                file.seek(chunk.start)
+                digest = hashlib.sha256()
+                num_lines = 0
+                piece = b""
+                for left in range(chunk.stop - chunk.start, 0, -_PIECE_BYTES):
+                    piece = file.read(min(_PIECE_BYTES, left))
+                    digest.update(piece)
+                    num_lines += piece.count(b"\n")
+                is_same = digest.hexdigest() == chunk.signature and piece.endswith(b"\n")
+                counts.append((chunk, num_lines if is_same else None))
+        return counts
+
+    def records(self, chunk: SourceChunk) -> Iterator[Record]:
         line = chunk.first_line
         with open_sequential(self.folder / chunk.file) as file:
             lines = LineReader(file, chunk.start, chunk.stop)
@@ -339,7 +256,7 @@ class JsonlSource(Source):
         """
         return (line if line.strip() else b"" for line in lines)
 
-    def parse(self, record: Any) -> dict[str, Any]:
+    def parse(self, record: Any) -> Values:
         return parse_json(record)
 
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
@@ -350,16 +267,79 @@ class JsonlSource(Source):
             yield row
 
 
-def _skip_records(lines: LineReader, records: Iterator[Any], stops: set[int], most: int) -> int:
-    rows = 0
-    for number, record in enumerate(records, 1):
-        rows += bool(record)
-        if number == most or lines.offset in stops:
-            break
-    return rows
+def _count_records(
+    lines: LineReader, records: Iterator[Any], rows_before: int, sizes: Callable[[int], int]
+) -> Iterator[Counts]:
+    """Yield the counts of each chunk of records, whose number depends on the rows before it."""
+    stop = lines.offset
+    lines_before = 0
+    while True:
+        num_rows = sum(map(bool, islice(records, sizes(rows_before))))
+        if lines.offset == stop:
+            return
+        stop = lines.offset
+        yield Counts(stop, lines.num_lines - lines_before, num_rows, lines.digest.hexdigest())
+        lines_before = lines.num_lines
+        rows_before += num_rows
+        lines.digest = hashlib.sha256()
 
 
-def parse_json(data: bytes, strict: bool = True) -> dict[str, Any]:
+def _count_lines(
+    file: io.RawIOBase, start: int, rows_before: int, sizes: Callable[[int], int]
+) -> Iterator[Counts]:
+    """Yield the counts that `_count_records` yields of plain lines, without an object for each."""
+    file.seek(start)
+    stop = offset = start
+    digest = hashlib.sha256()
+    left = sizes(rows_before)
+    num_lines = num_rows = 0
+    has_text = False
+    while piece := file.read(_PIECE_BYTES):
+        ends, rows, has_text = _find_rows(piece, offset, has_text)
+        line = position = 0
+        while line < len(ends):
+            last = min(line + left, len(ends))
+            num_lines += last - line
+            num_rows += int(rows[last] - rows[line])
+            left -= last - line
+            line = last
+            end = int(ends[line - 1])
+            digest.update(memoryview(piece)[position:end])
+            position = end
+            if left == 0:
+                stop = offset + position
+                yield Counts(stop, num_lines, num_rows, digest.hexdigest())
+                rows_before += num_rows
+                left = sizes(rows_before)
+                digest = hashlib.sha256()
+                num_lines = num_rows = 0
+        digest.update(piece[position:])
+        offset += len(piece)
+    if offset > stop:
+        yield Counts(offset, num_lines, num_rows + has_text, digest.hexdigest())
+
+
+def _find_rows(piece: bytes, offset: int, has_text: bool) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Return the positions after the line ends of a piece of a file, the number of rows before each
+    of its lines, and whether the line that continues after it has more than white space.
+
+    Args:
+        offset: Position of the piece in the file.
+        has_text: Whether its first line has text before the piece.
+    """
+    data = np.frombuffer(piece, np.uint8)
+    ends = np.flatnonzero(data == ord("\n")) + 1
+    starts = np.append(len(BOM) if offset == 0 and piece.startswith(BOM) else 0, ends)
+    is_row = np.ones(len(starts), bool)
+    # Lines that start with white space may have nothing else.
+    for number in np.flatnonzero(data[starts[:-1]] <= ord(" ")).tolist():
+        is_row[number] = bool(piece[starts[number] : ends[number]].strip())
+    is_row[-1] = bool(piece[starts[-1] :].strip())
+    is_row[0] |= has_text
+    return ends, np.append(0, np.cumsum(is_row)), bool(is_row[-1])
+
+
+def parse_json(data: bytes, strict: bool = True) -> Values:
     """Parse a JSON object, see `load_json`. Raises BadRow."""
     values = load_json(data, strict)
     if not isinstance(values, dict):
@@ -404,7 +384,7 @@ def decode_text(data: bytes, name: str) -> str:
         raise BadRow("parse", "encoding", detail) from None
 
 
-def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_pairs(pairs: list[tuple[str, Any]]) -> Values:
     """Return the dict of a JSON object. Raises ValueError for a name that is given twice."""
     values = dict(pairs)
     if len(values) < len(pairs):

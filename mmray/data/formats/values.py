@@ -21,13 +21,15 @@ from mmray.builtin import (
     QUESTION_COLUMNS,
     REJECTED_COLUMNS,
 )
-from mmray.data.messages import OPTIONS, REJECTED, role_of
+from mmray.data.message_fields import OPTIONS, REJECTED
+from mmray.data.messages import role_of
 from mmray.data.rows import (
     IMAGE_COLUMNS,
     MEDIA_COLUMNS,
     MESSAGE_COLUMNS,
     TEXT_COLUMNS,
     BadRow,
+    Values,
     has_any,
     is_blank,
     is_missing,
@@ -39,9 +41,7 @@ _INTEGER = re.compile(r"-?[0-9]{1,19}")
 _TURN = re.compile(r"\n\n(Human|Assistant): ?")  # of hh-rlhf
 
 
-def normalize_values(
-    values: dict[str, Any], class_names: Sequence[str], caption_template: str
-) -> dict[str, Any]:
+def normalize_values(values: Values, class_names: Sequence[str], caption_template: str) -> Values:
     """Convert the values of a source row, as pandas or a spreadsheet stores them, to the types of a
     row: text, int, list or None.
 
@@ -140,8 +140,8 @@ def is_list(label: str) -> bool:
 
 
 def _with_class_caption(
-    values: dict[str, Any], class_names: Sequence[str], caption_template: str
-) -> dict[str, Any]:
+    values: Values, class_names: Sequence[str], caption_template: str
+) -> Values:
     label = values.get("label")
     has_text = has_any(values, (*TEXT_COLUMNS, *MESSAGE_COLUMNS))
     if has_text or not isinstance(label, int) or not 0 <= label < len(class_names):
@@ -169,7 +169,7 @@ def _as_identifier(name: str, value: object) -> Any:
     return value
 
 
-def _join_options(values: dict[str, Any]) -> None:
+def _join_options(values: Values) -> None:
     """Replace the answer to a multiple-choice question, which may be the number or the letter of
     an option, by a message with the text of the option and the field OPTIONS. Raises BadRow.
 
@@ -213,7 +213,7 @@ def _join_options(values: dict[str, Any]) -> None:
     values[answers[0]] = [{"role": "assistant", "content": options[number], OPTIONS: options}]
 
 
-def _join_answers(values: dict[str, Any]) -> None:
+def _join_answers(values: Values) -> None:
     """Replace the columns of a conversation by `messages`. The first message that a rejected answer
     replaces has that answer as its field REJECTED.
 
@@ -290,7 +290,7 @@ def _split_turns(text: object) -> list[Any]:
     ]
 
 
-def _join_chat_columns(values: dict[str, Any]) -> None:
+def _join_chat_columns(values: Values) -> None:
     """Replace the columns of a question and its answer by `messages`, and add `system` to them.
 
     Columns that are not used stay: those of a row with messages, with captions of its media, or

@@ -14,21 +14,20 @@ from __future__ import annotations
 import io
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any
 
 import pyarrow as pa
 
 from mmray.builtin import CHAT_COLUMNS
 from mmray.data.formats.source import (
+    BinarySource,
     RawRow,
-    Source,
+    Record,
     SourceChunk,
-    check_unchanged,
     is_about_the_data,
     is_hidden,
     read_head,
@@ -48,16 +47,15 @@ from mmray.data.rows import (
     SPAN_COLUMNS,
     BadRow,
     ImageRef,
+    Values,
     check_suffix,
     format_unused,
     has_any,
     is_safe_path,
     label_number,
-    source_columns,
 )
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, RemotePath, open_sequential
-from mmray.storage.requests import parallel_map
 
 TarMember = ImageRef  # has `data`; also used for texts and JSON
 Sample = dict[str, TarMember | BadRow]  # members by extension; a bad one rejects its sample
@@ -84,7 +82,7 @@ _CLASS_FILES = ("classnames.txt", "classes.txt")
 _TYPE_FILE = "dataset_type.txt"  # of CLIP_benchmark
 
 
-class WebDatasetSource(Source):
+class WebDatasetSource(BinarySource):
     """A tar, or the tars of a folder in sorted order.
 
     A row is a sample: adjacent members with the same name up to the first dot, such as 0001.jpg and
@@ -106,20 +104,21 @@ class WebDatasetSource(Source):
     def matches_folder(cls, names: list[str]) -> bool:
         return any(name.lower().endswith(cls.suffixes) for name in names)
 
-    def scan(self, rows_per_chunk: int) -> Iterator[SourceChunk]:
-        names = self.names()
+    def check_files(self, names: Sequence[str]) -> None:
+        super().check_files(names)
         self.class_names = self._listed_classes
-        splits = self.splits(names)
-        signatures = self.signatures(names)
-        earlier = self.earlier_chunks(signatures)
-        parallel_map(self._check_tar, [name for name in names if name not in earlier])
-        index = 0
-        for name, (size, signature) in signatures.items():
-            count = 1 if isinstance(self.folder, RemotePath) else size // _CHUNK_BYTES
-            count = max(1, min(count, _MAX_CHUNKS))
-            for start, stop in pairwise(size * number // count for number in range(count + 1)):
-                yield SourceChunk(index, name, start, stop, 1, None, signature, splits[name])
-                index += 1
+
+    def check_file(self, name: str) -> None:
+        if read_head(self.folder, name).startswith(b"\x1f\x8b"):
+            raise DataError(f"{self.folder / name} is gzip: unpack it first with `gunzip {name}`")
+
+    def cut(
+        self, checked: None, num_bytes: int, rows_per_chunk: int, rows_before: int
+    ) -> Iterator[tuple[int, int, int | None]]:
+        count = 1 if isinstance(self.folder, RemotePath) else num_bytes // _CHUNK_BYTES
+        count = max(1, min(count, _MAX_CHUNKS))
+        for start, stop in pairwise(num_bytes * number // count for number in range(count + 1)):
+            yield start, stop, None
 
     @cached_property
     def _listed_classes(self) -> tuple[str, ...]:
@@ -136,12 +135,7 @@ class WebDatasetSource(Source):
         path = self.folder / _TYPE_FILE
         return path.is_file() and path.read_text().strip().lower() == "retrieval"
 
-    def _check_tar(self, name: str) -> None:
-        """Raise DataError if a tar is compressed."""
-        if read_head(self.folder, name).startswith(b"\x1f\x8b"):
-            raise DataError(f"{self.folder / name} is gzip: unpack it first with `gunzip {name}`")
-
-    def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
+    def records(self, chunk: SourceChunk) -> Iterator[Record]:
         extensions: dict[str, set[str]] = {}  # extensions in earlier samples, by their name
         samples = _group_samples(_iter_members(self.folder, chunk, extensions))
         for number, (stem, sample) in enumerate(samples, 1):
@@ -156,7 +150,7 @@ class WebDatasetSource(Source):
                 extensions[stem] = {*sample}
             bad = next((each for each in sample.values() if isinstance(each, BadRow)), None)
             yield number, f"{chunk.file}/{stem}", bad or sample
-        check_unchanged(self.folder, chunk)
+        self.check_unchanged(chunk)
 
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
         for row in super().read(chunk):
@@ -166,17 +160,19 @@ class WebDatasetSource(Source):
                 row.values.setdefault("split", split)
             yield row
 
-    def parse(self, members: dict[str, TarMember]) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        kept: dict[str, Any] = {}
-        parsed: dict[str, Any] = {}
+    def parse(self, members: dict[str, TarMember]) -> Values:
+        values: Values = {}
+        kept: Values = {}
+        parsed: Values = {}
         if "json" in members:
-            mapped_names = self.columns.keys() - {"image", "images"}
-            mapped = set(source_columns(self.columns, *mapped_names))
-            has_text = has_any(members, _TEXT_EXTENSIONS) or has_any(self.columns, _TEXT_COLUMNS)
+            mapped_names = self.columns.names.keys() - {"image", "images"}
+            mapped = set(self.columns.of(*mapped_names))
+            has_text = has_any(members, _TEXT_EXTENSIONS) or has_any(
+                self.columns.names, _TEXT_COLUMNS
+            )
             used = mapped.union(_OTHER_COLUMNS, () if has_text else _TEXT_COLUMNS)
             parsed = parse_json(members["json"].data or b"", strict=False)
-            kept = {name: value for name, value in parsed.items() if self.keeps(name)}
+            kept = {name: value for name, value in parsed.items() if self.columns.keeps(name)}
             values = {name: value for name, value in parsed.items() if name in used}
             if "caption" in values and "caption" not in mapped:
                 caption = values.pop("caption")
@@ -229,7 +225,7 @@ class WebDatasetSource(Source):
         return kept | values | ({NOTICES: notices} if notices else {})
 
 
-def _is_used(name: str, value: object, values: dict[str, Any]) -> bool:
+def _is_used(name: str, value: object, values: Values) -> bool:
     """Return whether a field of the JSON is in the values of a row: itself, or as its text."""
     if value is values.get(name):
         return True

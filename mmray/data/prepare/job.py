@@ -13,7 +13,8 @@ from mmray.data.formats.source import RawRow, Source
 from mmray.data.images.read import locate_file
 from mmray.data.prepare.kept_columns import Compute
 from mmray.data.prepare.records import map_rows
-from mmray.data.rows import BadRow, SourceRow, parse_row
+from mmray.data.rows import BadRow
+from mmray.data.source_row import SourceRow, parse_row
 from mmray.plugins import load_class, source_digest
 from mmray.storage.paths import AnyPath, to_path
 
@@ -98,10 +99,13 @@ class PrepareJob:
         called.
         """
         source = open_source(
-            self.source, self.out, self.settings.column_names, self.settings.caption
+            self.source,
+            self.out,
+            self.settings.column_names,
+            self.settings.caption,
+            self.settings.keep,
         )
         source.roots = self.settings.root
-        source.keep = self.settings.keep
         if self.settings.group == "image":
             source = GroupedSource(source, map_rows)
         source.class_names = self.class_names

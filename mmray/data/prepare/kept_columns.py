@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 
 from mmray.builtin import is_column_name
-from mmray.data.rows import BadRow, SourceRow, is_missing, to_utf8
+from mmray.data.rows import BadRow, is_missing, to_utf8
+from mmray.data.source_row import SourceRow
 from mmray.data.store.row_columns import (
     KEPT,
     LARGE,

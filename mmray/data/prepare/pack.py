@@ -33,7 +33,8 @@ from mmray.data.prepare.records import (
 )
 from mmray.data.prepare.row_builder import RowBuilder, read_rows, sha256
 from mmray.data.prepare.tasks import RESUME_HINT, run_with_crash_limit
-from mmray.data.rows import BadRow, SourceRow, to_utf8
+from mmray.data.rows import BadRow, to_utf8
+from mmray.data.source_row import SourceRow
 from mmray.data.store.manifest import SHARDS, text_columns
 from mmray.data.store.row_columns import KEPT, caption_flag
 from mmray.data.store.row_values import COLUMNS_DIR

@@ -10,8 +10,9 @@ from itertools import chain, islice
 from typing import Any
 
 from mmray.builtin import CHAT_COLUMNS, COLUMNS
+from mmray.data.formats.columns import Columns
 from mmray.data.formats.listing import JsonArraySource
-from mmray.data.formats.source import RawRow, Source, SourceChunk, check_columns, check_named
+from mmray.data.formats.source import RawRow, Source, SourceChunk
 from mmray.data.formats.text_lines import JsonlSource
 from mmray.data.formats.values import is_list, order_classes
 from mmray.data.prepare.job import PrepareJob
@@ -121,11 +122,11 @@ def _check_columns(job: PrepareJob, source: Source, first_rows: Sequence[RawRow]
     )
     if type(source) in (JsonlSource, JsonArraySource):
         # rename_columns has dropped what a mapped column replaces
-        lacking = {ours: theirs for ours, theirs in source.columns.items() if ours not in names}
-        check_columns(names, lacking, file)
+        mapped = source.columns.names.items()
+        Columns({ours: name for ours, name in mapped if ours not in names}).check_kinds(names, file)
     names += _kept_names(first_rows)
     file += f", in its first {len(first_rows)} rows,"
-    check_named(names, job.settings.keep, source.columns, file)
+    Columns(source.columns.names, job.settings.keep).check_named(names, file)
 
 
 def _kept_names(first_rows: Sequence[RawRow]) -> list[str]:
@@ -262,6 +263,7 @@ def _format_layout_splits(source: Source, chunks: Sequence[SourceChunk]) -> str:
 def _format_columns(source: Source, first_rows: Sequence[RawRow]) -> str:
     """Return the columns that are used, with their names in the source, and the notices."""
     rows = [row.values for row in first_rows if isinstance(row.values, dict)]
+    mapped = source.columns.names
     used = {name: None for values in rows for name in values if name in COLUMNS}
     # A row without these is quarantined, and its reason names its columns.
     needed = (*TEXT_COLUMNS, *MESSAGE_COLUMNS, *MEDIA_COLUMNS, "label")
@@ -269,12 +271,10 @@ def _format_columns(source: Source, first_rows: Sequence[RawRow]) -> str:
     notices = join_unused(text for values in kept for text in values.get(NOTICES, ()))
     notices += [
         f"no row of the first {len(rows)} has `{theirs}`"
-        for ours, theirs in source.columns.items()
+        for ours, theirs in mapped.items()
         if ours not in used and ours not in CHAT_COLUMNS  # which are joined
     ]
-    text = ", ".join(
-        f"{name}={source.columns[name]}" if name in source.columns else name for name in used
-    )
+    text = ", ".join(f"{name}={mapped[name]}" if name in mapped else name for name in used)
     return f"{text} ({'; '.join(notices)})" if notices else text
 
 

@@ -30,7 +30,8 @@ from mmray.data.media.decode import MediaInfo, read_header, verify_media
 from mmray.data.media.encode import reencode_audio
 from mmray.data.prepare.job import PrepareJob
 from mmray.data.prepare.kept_columns import compute_columns
-from mmray.data.rows import MAX_OVERHANG_S, BadRow, ImageRef, SourceRow
+from mmray.data.rows import MAX_OVERHANG_S, BadRow, ImageRef
+from mmray.data.source_row import SourceRow
 from mmray.data.store.stored_row import Media
 from mmray.data.text.tokenizer import clean_caption
 from mmray.storage.paths import RemotePath

@@ -15,7 +15,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from mmray.data.messages import Message, parse_messages, parse_tools
+from mmray.data.message_fields import Message, parse_tools
+from mmray.data.messages import parse_messages
 from mmray.data.rows import parse_image
 from mmray.data.store.stored_row import Media
 from mmray.data.vlm.reader import read_clip

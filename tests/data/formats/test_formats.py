@@ -18,6 +18,7 @@ from PIL import Image
 
 from mmray.config import Prepare
 from mmray.data.formats.detect import detect_source
+from mmray.data.formats.listing import ImageTextPairs
 from mmray.data.messages import message_text
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
@@ -656,3 +657,11 @@ def encode_tiff():
     out = io.BytesIO()
     Image.new("RGB", (8, 8)).save(out, "TIFF")
     return out.getvalue()
+
+
+def test_of_subtitles_in_several_languages_one_is_used_for_all_files(tmp_path):
+    for number in range(8):
+        for suffix in ("mp4", "en.srt", "de.srt"):
+            (tmp_path / f"{number}.{suffix}").touch()
+    rows = ImageTextPairs(tmp_path, "", {}).list_rows()
+    assert [row["language"] for _, row in rows] == ["de"] * 8

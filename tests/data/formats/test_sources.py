@@ -16,7 +16,8 @@ from mmray.data.formats.delimited import CsvSource
 from mmray.data.formats.text_lines import JsonlSource, parse_json
 from mmray.data.images import read as files
 from mmray.data.images.read import read_file
-from mmray.data.rows import BadRow, parse_row
+from mmray.data.rows import BadRow
+from mmray.data.source_row import parse_row
 from mmray.errors import DataError
 
 
@@ -324,6 +325,10 @@ def test_text_before_the_image_may_have_lines(tmp_path):
     (tmp_path / "a.csv").write_text("\n".join(["text,image", *rows, ""]))
     (chunk,) = source.scan(10)
     assert [row.values["text"].count("\n") for row in source.read(chunk)] == [1, 3]
+    # letters whose second byte is a line end in Latin-1
+    (tmp_path / "a.csv").write_text('text,image\n"' + "\n" + "а, бх" * 30 + '",0.png\n')
+    (row,) = [row.values for chunk in source.scan(10) for row in source.read(chunk)]
+    assert row["image"] == "0.png"
     # a stray quote before a row
     (tmp_path / "a.csv").write_text('text,image\n"a dog,0.png\na cat,1.png\nshe said "",2.png\n')
     values = [row.values for chunk in source.scan(10) for row in source.read(chunk)]
@@ -343,8 +348,7 @@ def test_chunks_grow_with_the_rows_before_them(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("is_changed", [False, True])
-def test_large_file_that_grew_is_scanned_from_its_last_chunk(tmp_path, monkeypatch, is_changed):
-    monkeypatch.setattr(lines_module, "MIN_COMPARED_BYTES", 10)
+def test_file_that_grew_is_scanned_from_its_last_chunk(tmp_path, monkeypatch, is_changed):
     place, name = write(tmp_path, b"".join(b"row %d\n" % number for number in range(7)) + b"last")
     source = Lines(place, name, {})
     source.earlier = list(source.scan(2))
@@ -356,5 +360,4 @@ def test_large_file_that_grew_is_scanned_from_its_last_chunk(tmp_path, monkeypat
     )
     chunks = list(source.scan(2))
     assert len(scanned) == (9 if is_changed else 3)
-    monkeypatch.setattr(lines_module, "MIN_COMPARED_BYTES", 1 << 20)
-    assert chunks == list(scan(place, name, 2, source.earlier))
+    assert chunks == list(scan(place, name, 2))

@@ -10,9 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from mmray.data.formats.columns import Columns
 from mmray.data.formats.in_memory import store_rows
 from mmray.data.formats.values import normalize_values
-from mmray.data.rows import BadRow, parse_row, rename_columns
+from mmray.data.rows import BadRow
+from mmray.data.source_row import parse_row
 from mmray.errors import DataError
 from tests.data.formats.test_formats import COUNT, add, images, prepared
 from tests.data.prepare.test_pipeline import color_image
@@ -117,7 +119,7 @@ def test_float_that_may_be_a_rounded_integer_is_no_key(tmp_path, in_process):
 
 def test_mapped_column_replaces_others_of_its_kind():
     values = {"title": "x", "text": "y", "texts": ["z"], "image": b"", "image_path": "a"}
-    assert rename_columns(values, {"text": "title", "image": "image"}) == {
+    assert Columns({"text": "title", "image": "image"}).rename(values) == {
         "text": "x",
         "image": b"",
     }

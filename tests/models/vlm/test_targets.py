@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from mmray.data.images.decode import decode
-from mmray.data.rows import parse_row
+from mmray.data.source_row import parse_row
 from mmray.data.vlm.chat_template import RowError, Targets
 from mmray.data.vlm.encoder import ProcessorEncoder
 from mmray.objectives.cross_entropy import IGNORE_INDEX
