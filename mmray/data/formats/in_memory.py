@@ -49,6 +49,8 @@ from mmray.storage.paths import (
 _ROWS_PER_FILE = 2000
 _HASH_BYTES = 1 << 20
 _MAX_PATH = 4096
+# Rows, and the metadata of their Arrow schema.
+Part = tuple[Iterator[Mapping[str, Any]], dict[bytes, bytes] | None]
 _PANDAS_MISSING = ("NAType", "NaTType")  # types of missing values besides NaN
 
 
@@ -76,10 +78,14 @@ def store_rows(
     staging = parent / f".rows-{uuid.uuid4().hex}"
     staging.mkdir(parents=True, exist_ok=True)
     try:
+        source = Columns(columns, keep)
         if _package(dataset) == "ray":
-            _write_ray_dataset(dataset, staging, columns, keep)
+            _write_ray_dataset(dataset, staging, source)
         else:
-            _write_tables(dataset, staging, columns, keep)
+            for number, table in enumerate(_tables(dataset, source)):
+                buffer = io.BytesIO()
+                pq.write_table(table, buffer)
+                (staging / f"{number:06}.parquet").write_bytes(buffer.getvalue())
         return str(_move_to_digest(staging, parent))
     finally:
         remove_tree(staging)
@@ -98,7 +104,7 @@ def is_dataset(value: object) -> bool:
     )
 
 
-def encode_row(row: Mapping[str, Any], columns: dict[str, str], keep: Sequence[str] = ()) -> Values:
+def encode_row(row: Mapping[str, Any], columns: Columns) -> Values:
     """Return the columns of a row with values that Parquet can store, and None for those that are
     not used, so that `prepare` counts them.
 
@@ -106,13 +112,13 @@ def encode_row(row: Mapping[str, Any], columns: dict[str, str], keep: Sequence[s
     cannot be read}, and a conversation a JSON text. Raises DataError if no column has images, or
     none has texts.
     """
-    source = Columns(columns, keep)
-    source.check_kinds([*map(str, row)], "the dataset")
-    source.check_named([*map(str, row)], "the dataset")
-    ours = {theirs: name for name in (*COLUMNS, *CHAT_COLUMNS) for theirs in source.of(name)}
+    names = [*map(str, row)]
+    columns.check_kinds(names, "the dataset")
+    columns.check_named(names, "the dataset")
+    ours = {theirs: name for name in (*COLUMNS, *CHAT_COLUMNS) for theirs in columns.of(name)}
     encoded = {}
     for name, value in row.items():
-        is_used = name in ours or source.keeps(name)
+        is_used = name in ours or columns.keeps(name)
         encoded[str(name)] = _encode_value(ours.get(name, name), value) if is_used else None
     return encoded
 
@@ -210,32 +216,21 @@ def _package(value: object) -> str:
     return type(value).__module__.partition(".")[0]
 
 
-def _write_ray_dataset(
-    dataset: Any, staging: AnyPath, columns: dict[str, str], keep: Sequence[str]
-) -> None:
+def _write_ray_dataset(dataset: Any, staging: AnyPath, columns: Columns) -> None:
     if isinstance(staging, RemotePath):
         options = {"path": staging.fs_path, "filesystem": staging.filesystem}
     else:
         options = {"path": str(staging.absolute())}
-    dataset.map(encode_row, fn_args=(columns, keep)).write_parquet(**options)
+    dataset.map(encode_row, fn_args=(columns,)).write_parquet(**options)
 
 
-def _write_tables(
-    dataset: object, staging: AnyPath, columns: dict[str, str], keep: Sequence[str]
-) -> None:
-    for number, table in enumerate(_tables(dataset, columns, keep)):
-        buffer = io.BytesIO()
-        pq.write_table(table, buffer)
-        (staging / f"{number:06}.parquet").write_bytes(buffer.getvalue())
-
-
-def _tables(dataset: object, columns: dict[str, str], keep: Sequence[str]) -> Iterator[pa.Table]:
+def _tables(dataset: object, columns: Columns) -> Iterator[pa.Table]:
     """Yield tables of encoded rows, in order; each with the features of Hugging Face `datasets`."""
     first = 0
     for rows, metadata in _parts_of(dataset):
         while part := list(islice(rows, _ROWS_PER_FILE)):
             try:
-                encoded = [encode_row(row, columns, keep) for row in part]
+                encoded = [encode_row(row, columns) for row in part]
                 names = dict.fromkeys(chain.from_iterable(encoded))  # the first row may lack some
                 table = pa.Table.from_pylist([dict.fromkeys(names) | row for row in encoded])
             except (pa.ArrowException, AttributeError) as error:
@@ -245,21 +240,17 @@ def _tables(dataset: object, columns: dict[str, str], keep: Sequence[str]) -> It
             first += len(part)
 
 
-def _parts_of(
-    dataset: object,
-) -> list[tuple[Iterator[Mapping[str, Any]], dict[bytes, bytes] | None]]:
-    """Return the rows of a dataset, or of each of its splits, and the metadata of its schema."""
+def _parts_of(dataset: object) -> Iterator[Part]:
+    """Yield the rows of a dataset, or those of each of its splits, which are read in turn."""
     if _package(dataset) == "datasets" and isinstance(dataset, Mapping):
-        parts = ((split, *_rows_of(part)) for split, part in dataset.items())
-        return [(_with_split(rows, split), metadata) for split, rows, metadata in parts]
-    return [_rows_of(dataset)]
+        for split, part in dataset.items():
+            rows, metadata = _rows_of(part)
+            yield ({"split": split, **row} for row in rows), metadata
+    else:
+        yield _rows_of(dataset)
 
 
-def _with_split(rows: Iterator[Mapping[str, Any]], split: str) -> Iterator[Mapping[str, Any]]:
-    return ({"split": split, **row} for row in rows)
-
-
-def _rows_of(dataset: Any) -> tuple[Iterator[Mapping[str, Any]], dict[bytes, bytes] | None]:
+def _rows_of(dataset: Any) -> Part:
     package = _package(dataset)
     if package == "pandas" and type(dataset).__name__ == "DataFrame":
         starts = range(0, len(dataset), _ROWS_PER_FILE)

@@ -10,6 +10,7 @@ from PIL import Image
 
 import mmray
 from mmray.config import Prepare
+from mmray.data.formats.columns import Columns
 from mmray.data.formats.in_memory import encode_row, store_rows
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
@@ -159,7 +160,7 @@ def test_unusable_rows_are_explained(dataset, error, message, tmp_path):
 
 def test_columns_that_are_not_used_are_without_values():
     row = {"image": b"1", "text": "a", "label": np.int64(3), "other": object()}
-    assert encode_row(row, {}) == {
+    assert encode_row(row, Columns({})) == {
         "image": {"path": None, "bytes": b"1"},
         "text": "a",
         "label": 3,
