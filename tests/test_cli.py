@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,16 +16,18 @@ from rich.console import Console
 
 from mmray import cli
 from mmray.cli.args import command
+from mmray.cli.sets import _train_command
 from mmray.cli.train import _print_next_commands
 from mmray.config import CustomModel, Siglip, from_yaml, to_yaml
 from mmray.config.model import KINDS
 from mmray.config.search_space import setting_value
 from mmray.console.reporter import ConsoleReporter
+from mmray.data.store.stored_row import Row
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.version import VERSION
 from tests.checkpoints import save_checkpoint
 from tests.conftest import ROOT
-from tests.made import CAPTIONS
+from tests.made import CAPTIONS, make_set
 from tests.training import runs
 
 
@@ -57,6 +60,15 @@ def test_prepare_of_conversations_names_the_recipe_that_trains_them(typed, prepa
     assert code == 0 and f"mmray train vlm --data.train {tmp_path}/set" in " ".join(out.split()), (
         err
     )
+
+
+def test_command_for_conversations_about_videos_has_frames(tmp_path):
+    content = [{"type": "text", "text": "why"}]
+    turns = [{"role": role, "content": content} for role in ("user", "assistant")]
+    prepared = make_set(tmp_path / "set", [Row("k", [], [], messages=turns)])
+    manifest = replace(prepared.manifest, media_kinds={"": {"image video": 1}})
+    command = _train_command(str(tmp_path / "set"), manifest)
+    assert command == f"mmray train vlm --data.train {tmp_path}/set --model.inputs.frames 16"
 
 
 def test_prepare_of_preferences_names_the_commands_of_dpo(typed, prepares_here, tmp_path):

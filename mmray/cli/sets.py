@@ -40,12 +40,12 @@ def _train_command(folder: str, manifest: Manifest) -> str:
 
     command = f"--data.train {shell_path(folder)}"
     (row,) = PreparedSet(to_path(folder), manifest).read_without_references(np.zeros(1, np.int64))
+    kinds = " ".join(kinds for counts in manifest.media_kinds.values() for kinds in counts)
     if row.messages and split_rejected(row.messages):
         scored = f"mmray score {shell_path(folder)} --weights DIR"
         return f"{scored} && mmray train vlm --model.weights DIR {command} --objective.kind dpo"
     if row.messages:
-        return f"mmray train vlm {command}"
-    kinds = " ".join(kinds for counts in manifest.media_kinds.values() for kinds in counts)
+        return f"mmray train vlm {command}" + " --model.inputs.frames 16" * ("video" in kinds)
     if not kinds:
         return f"mmray train {command}"
     is_sound = "image" not in kinds and "video" not in kinds

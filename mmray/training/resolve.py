@@ -308,6 +308,10 @@ def _with_token_lengths(
     )
     most = resolved.config.max_row_tokens
     used = lengths[(lengths != NOT_COUNTED) & (lengths <= most)]
+    if bool((lengths == NOT_COUNTED).all()):
+        [row] = read_each(resolved.train_set, np.zeros(1, np.int64))
+        reason = counter.explain(row) if isinstance(row, Row) else str(row)
+        raise DataError(f"no row of {resolved.config.data.train} can be used: {reason}")
     if not used.size:
         raise DataError(
             f"no row of {resolved.config.data.train} has up to {most:,} tokens: raise "

@@ -213,7 +213,8 @@ def _check_rows(
         num_counted = sum(prepared.rows_by_num_images.values())
         num_not_selected = num_counted - prepared.num_rows
         text = f"{prepared.folder} has {counts} among {num_counted:,}, and {name} takes {takes}"
-        if sum(unused.values()) - num_not_selected > MAX_BAD_ROWS:
+        num_unused = sum(unused.values()) - num_not_selected
+        if num_unused > MAX_BAD_ROWS or num_unused >= prepared.num_rows:
             raise DataError(
                 f"{text}. Train another kind of model (one of videos needs --model.inputs.frames), "
                 "or prepare those rows as a separate set"

@@ -250,6 +250,16 @@ def test_sets_of_media_that_the_model_does_not_take_are_refused_by_their_numbers
         resolve_run(wanted, Silent())
 
 
+def test_small_set_without_a_row_that_the_model_takes_is_refused(tmp_path):
+    make_set(tmp_path / "set", [row(number) for number in range(5)])
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "config.json").write_text('{"model_type": "qwen2_audio"}')
+    wanted = config(tmp_path / "set", tmp_path, "run")
+    wanted = wanted.replace(model=Vlm(weights=str(tmp_path / "weights")))
+    with pytest.raises(DataError, match=r"5 rows with image among 5, .* takes audio only"):
+        resolve_run(wanted, Silent())
+
+
 def test_towers_of_video_refuse_sets_of_audio_alone(tmp_path, monkeypatch):
     make_set(tmp_path / "set", [row(number) for number in range(20)])
     address = to_path(str(tmp_path / "set"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -64,14 +64,12 @@ class ProcessorCounter:
         if "transformers" in sys.modules:
             return self._inspect(without_torch=False)
         # In this process transformers would import torch, or not find it for the user's own code.
-        child = ChildProcess("processor", _inspect_in_child, self)
-        try:
-            inspected: tuple[str, UnusedTextSearch] = child.result()
-            return inspected
-        except ChildDied as error:
-            raise ResourceError(str(error)) from None
-        finally:
-            child.kill()
+        inspected: tuple[str, UnusedTextSearch] = _in_child(_inspect_in_child, self)
+        return inspected
+
+    def explain(self, row: Row) -> str:
+        """Return why the tokens of a row cannot be counted."""
+        return str(_in_child(_explain_in_child, self, row))
 
     def _inspect(self, without_torch: bool) -> tuple[str, UnusedTextSearch]:
         encoder = self._encoder(without_torch)
@@ -109,8 +107,27 @@ class ProcessorCounter:
         return ProcessorEncoder(self.weights, **limits)
 
 
+def _in_child(work: Callable[..., Any], *arguments: object) -> Any:
+    """Return the result of a function in a child process. Raises ResourceError."""
+    child = ChildProcess("processor", work, *arguments)
+    try:
+        return child.result()
+    except ChildDied as error:
+        raise ResourceError(str(error)) from None
+    finally:
+        child.kill()
+
+
 def _inspect_in_child(_channel: Channel, counter: ProcessorCounter) -> tuple[str, UnusedTextSearch]:
     return counter._inspect(without_torch=True)
+
+
+def _explain_in_child(_channel: Channel, counter: ProcessorCounter, row: Row) -> str:
+    try:
+        counter.build()(row)
+    except ValueError as error:
+        return str(error)
+    return "it can be counted now"
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from mmray.config import Batch, Config, Data, Objective, Run, VlmInputs
 from mmray.config import Vlm as VlmConfig
-from mmray.config import VlmInputs
 from mmray.data.prepare import map_shards
 from mmray.data.prepare.token_counts import token_counts
 from mmray.data.stream.order import SamplePlan
@@ -19,11 +19,12 @@ from mmray.data.vlm.reader import ConversationReader
 from mmray.data.vlm.token_counter import ProcessorCounter
 from mmray.errors import DataError
 from mmray.models.vlm.model import Vlm
-from mmray.training.resolve import describe_unused_texts
+from mmray.training.resolve import describe_unused_texts, resolve_run
 from tests.made import make_set
 from tests.models.vlm.folders import TEMPLATES
 from tests.models.vlm.rows import stored_rows, text
 from tests.models.vlm.test_targets import AGENT, turn
+from tests.training.runs import Silent
 
 WORLD = 2
 STEP_ROWS = 7
@@ -91,6 +92,21 @@ def test_set_without_the_sizes_of_its_images_is_refused(folder_of, tmp_path, in_
     rows[2].media[0].width = 0
     with pytest.raises(DataError, match=r"row row-2 .* --check full"):
         token_counts(make_set(tmp_path, rows), ProcessorCounter(str(folder_of("qwen3_vl"))))
+
+
+def test_set_without_a_usable_row_is_refused_with_the_reason_of_one(copy_of, tmp_path, in_process):
+    template = "{% if messages[0].content[-1].text == 'How many?' %}{{ raise_exception('no') }}"
+    weights = copy_of("qwen3_vl", template + "{% endif %}" + TEMPLATES["qwen3_vl"])
+    make_set(tmp_path / "set", stored_rows(1))
+    config = Config(
+        model=VlmConfig(weights=str(weights)),
+        objective=Objective(kind="language_modelling"),
+        data=Data(train=str(tmp_path / "set")),
+        batch=Batch(global_=1, tokens=4096),
+        run=Run(storage=str(tmp_path)),
+    )
+    with pytest.raises(DataError, match=r"no row of .* the chat template cannot render it: no"):
+        resolve_run(config.with_cluster(accelerator="cpu"), Silent())
 
 
 def test_template_that_writes_no_end_of_an_answer_is_named(copy_of, tmp_path, in_process):
