@@ -309,6 +309,7 @@ def _write_records(out: Path, file: str, first: int, rows: int) -> None:
         }
         columns |= {"location": texts, "key": texts}
         columns["shard"] = pa.array(np.zeros(len(numbers), np.int32))
+        columns["position"] = pa.array(np.arange(len(numbers), dtype=np.int32))
         columns["kinds"] = pa.repeat("image", len(numbers))
         for name in ("key_digest", "image_digest", "row_digest", "text_digest"):
             values = (images if name == "image_digest" else numbers).astype(np.uint64)
