@@ -45,6 +45,10 @@ def pretrained_settings(weights: str) -> dict[str, Any]:
     """
     weights = checkpoint_file(weights)
     path = Path(weights).expanduser()
+    if (path / "config.yaml").is_file() and (path / "checkpoints").is_dir():
+        raise UsageError(
+            f"{SETTING}: {path} is a run; export it and name the export: mmray export {path} OUT"
+        )
     if path.is_file() or (path.suffix in SUFFIXES and not path.is_dir()):
         settings = _checkpoint_settings(path)
         folder = path.parent

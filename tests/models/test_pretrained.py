@@ -608,6 +608,13 @@ def test_incomplete_export_is_refused(tmp_path: Path) -> None:
         pretrained_config(str(tmp_path))
 
 
+def test_run_is_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(UsageError, match=f"is a run; .*mmray export {tmp_path} OUT"):
+        pretrained_config(str(tmp_path))
+
+
 def test_folder_of_the_hub_has_its_open_clip_file(tmp_path: Path) -> None:
     file = saved(tmp_path, OpenClip(False), {"model_cfg": GELU}).rename(
         tmp_path / "open_clip_pytorch_model.bin"
