@@ -161,6 +161,8 @@ class OrderedMap(Generic[Item, Result]):
         items: Arguments of the function, one for each result; read as they are submitted.
         late_s: An item is late after this many seconds or 8 times the median time of an item,
             whichever is longer; None: items are never late.
+        first_items: Number of items that are submitted before the first result is requested, while
+            the caller may need the cores; None: as many as later.
 
     Attributes:
         careful: Set it to True to submit all further items with this flag.
@@ -168,7 +170,11 @@ class OrderedMap(Generic[Item, Result]):
     """
 
     def __init__(
-        self, pool: Pool[Item, Result], items: Iterable[Item], late_s: float | None = None
+        self,
+        pool: Pool[Item, Result],
+        items: Iterable[Item],
+        late_s: float | None = None,
+        first_items: int | None = None,
     ) -> None:
         self.careful = False
         self.waited_s = 0.0
@@ -182,7 +188,7 @@ class OrderedMap(Generic[Item, Result]):
         self._stalled: set[Worker[Item, Result]] = set()
         self._interrupted = False
         self._lock = threading.Lock()  # held while the next result is requested
-        self._submit()
+        self._submit(pool.max_in_flight if first_items is None else first_items)
 
     def __iter__(self) -> OrderedMap[Item, Result]:
         return self
@@ -208,7 +214,7 @@ class OrderedMap(Generic[Item, Result]):
         while True:
             self._pool.update(self.waited_s)
             self._remove_lost()
-            self._submit()
+            self._submit(self._pool.max_in_flight)
             if self._interrupted or not self._entries:
                 raise StopIteration
             head = self._entries[0]
@@ -263,13 +269,13 @@ class OrderedMap(Generic[Item, Result]):
                 if not self._interrupted:
                     self._pool.replace(worker)
 
-    def _submit(self) -> None:
+    def _submit(self, max_in_flight: int) -> None:
         """Submit items that no process has, and as many new ones as the limits allow."""
         self._update_outstanding()
         for entry in self._entries:
             if not entry.attempts and not self._interrupted and not self._submit_entry(entry):
                 return
-        while len(self._entries) < max(1, self._pool.max_in_flight) and not self._interrupted:
+        while len(self._entries) < max(1, max_in_flight) and not self._interrupted:
             # The first entry is appended also if no process can have it yet.
             if self._entries and self._select_worker() is None:
                 return

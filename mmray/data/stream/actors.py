@@ -171,16 +171,16 @@ class ActorPool:
         self._notify = notify
         self._must_yield = must_yield
         self._blocks = decoder.blocks
-        self._block_bytes = decoder.reader.row_bytes * len(decoder.blocks.positions(0))
+        self._block_bytes = decoder.reader.row_bytes * decoder.blocks.max_rows
         self._max_blocks = max(2, int(share_bytes / self._block_bytes))
         self._node_limits = {own_node: self._max_blocks}
         self._slots = None
         if decoder.reader.pixel_shape is not None:
             # Blocks in flight, and the blocks of the trained and the prefetched step.
             num_slots = self._blocks_to_request(limits.maximum) + 2 * self._blocks.blocks_per_step
-            rows = len(self._blocks.positions(0))
             num_slots = min(self._max_blocks, num_slots)
-            self._slots = SlotPool(num_slots, rows, decoder.reader.pixel_shape)
+            shape = decoder.reader.pixel_shape
+            self._slots = SlotPool(num_slots, self._blocks.max_rows, shape)
         self._too_small = set[str]()  # nodes whose object store cannot have a block of each rank
         self._actors: list[_Actor] = []
         self._retiring: list[_Actor] = []  # they finish their blocks and get no more

@@ -374,11 +374,13 @@ class BlockPlan:
     """Which rows of the sample order each block of a stream has.
 
     A block has one rank's rows of several steps, or a part of its rows of one step. Blocks are
-    assigned to the ranks in turn. One of `steps_per_block` and `blocks_per_step` is 1.
+    assigned to the ranks in turn. One of `steps_per_block` and `blocks_per_step` is 1. The first
+    block has one step, and the number doubles up to `steps_per_block`, so that training starts
+    early.
 
     Args:
         first_step: The first step of the stream.
-        steps_per_block: Steps whose rows a block has.
+        steps_per_block: Most steps whose rows a block has.
         blocks_per_step: Blocks into which the rows of one rank in a step are divided.
     """
 
@@ -406,8 +408,23 @@ class BlockPlan:
     @property
     def count(self) -> int:
         """Number of blocks of all ranks."""
-        groups = -(-(self.plan.steps - self.first_step) // self.steps_per_block)
+        num_steps = self.plan.steps - self.first_step
+        doublings = self.steps_per_block.bit_length()
+        full_blocks = -(-(num_steps - self._steps_before(doublings)) // self.steps_per_block)
+        groups = min(num_steps.bit_length(), doublings) + max(0, full_blocks)
         return groups * self.blocks_per_step * self.plan.world_size
+
+    @property
+    def max_rows(self) -> int:
+        """Number of rows of the largest blocks."""
+        return -(-self.plan.rank_rows * self.steps_per_block // self.blocks_per_step)
+
+    def _steps_before(self, group: int) -> int:
+        """Return the number of steps of the first groups: of 1, 2, 4, ... and of
+        `steps_per_block`.
+        """
+        doublings = min(group, self.steps_per_block.bit_length())
+        return 2**doublings - 1 + (group - doublings) * self.steps_per_block
 
     def positions(self, block: int) -> np.ndarray:
         """Return the positions of the rows of a block, int64 [R], or PADDING (-1).
@@ -417,8 +434,8 @@ class BlockPlan:
         """
         group, rank = divmod(block, self.plan.world_size)
         group, slice_index = divmod(group, self.blocks_per_step)
-        first = self.first_step + group * self.steps_per_block
-        last = min(first + self.steps_per_block, self.plan.steps)
+        first = self.first_step + self._steps_before(group)
+        last = min(self.first_step + self._steps_before(group + 1), self.plan.steps)
         rows = np.concatenate([self.plan.positions(step, rank) for step in range(first, last)])
         return np.array_split(rows, self.blocks_per_step)[slice_index]
 

@@ -30,7 +30,8 @@ class RankBlocks(OrderedMap[int, Any]):
     def __init__(
         self, blocks: BlockPlan, rank: int, pool: Pool[int, Decoded], late_s: float | None
     ) -> None:
-        super().__init__(pool, range(rank, blocks.count, blocks.plan.world_size), late_s)
+        items = range(rank, blocks.count, blocks.plan.world_size)
+        super().__init__(pool, items, late_s, first_items=blocks.blocks_per_step)
 
     @property
     def pixels(self) -> np.ndarray | None:

@@ -17,7 +17,7 @@ from mmray.config import Augment, Inputs
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.store.stored_row import hash_key
 from mmray.data.stream.collate import iter_micro_batches
-from mmray.data.stream.decoder import BlockDecoder
+from mmray.data.stream.decoder import BlockDecoder, Decoded
 from mmray.data.stream.order import PADDING, BlockPlan, SamplePlan
 from mmray.data.stream.pool_size import DecoderLimits
 from mmray.data.stream.reader import RowReader
@@ -210,6 +210,28 @@ def test_blocks_of_all_ranks_have_equal_size_and_cover_the_steps_in_order(
     for rank, positions in enumerate(by_rank):
         steps = np.concatenate([plan.positions(step, rank) for step in range(4, plan.steps)])
         assert np.concatenate(positions).tolist() == steps.tolist()
+
+
+@pytest.mark.parametrize(
+    ("block_mb", "rows", "requested"),
+    [(4 * 16e-6, [16, 32, 64, 64, 16], 1), (4e-6, [4] * 48, 4)],
+    ids=["of several steps", "of parts of a step"],
+)
+def test_only_the_first_step_is_decoded_before_it_is_requested(block_mb, rows, requested):
+    """The start of training has few cores to itself: later blocks are larger, and read ahead."""
+    plan = SamplePlan(117, 16, 1, 0, steps=12)
+    blocks = BlockPlan.sized(plan, 0, 1, block_mb)
+    submitted = []
+
+    class RecordingPool(HerePool):
+        def submit(self, item, careful):
+            submitted.append(item)
+            return super().submit(item, careful)
+
+    pool = RecordingPool(lambda block, _: Decoded({"pos": blocks.positions(block)}, False))
+    with closing(RankBlocks(blocks, 0, pool, late_s=None)) as stream:
+        assert submitted == list(range(requested))
+        assert [len(block["pos"]) for block in stream] == rows
 
 
 def test_block_holds_pixels_tokens_and_padding(reader):
