@@ -276,7 +276,10 @@ def _pretrained_network(spec: ClipFamily, model_class: Any) -> Any:
     state = read_state_dict(WEIGHTS_SETTING, spec.weights)
     hf_state = open_clip.rename_to_hf(state)
     config = config_class.from_dict(open_clip.hf_config(state, hf_state, spec))
-    with parameters_on("meta"):  # otherwise random values would be drawn, to be replaced
+    from transformers.initialization import no_init_weights
+
+    # otherwise random values would be drawn, to be replaced
+    with parameters_on("meta"), no_init_weights():
         net = model_class(config)
     problem = f"{WEIGHTS_SETTING}: {spec.weights} is not a checkpoint of open_clip with a ViT"
     load_state(net, hf_state, problem)

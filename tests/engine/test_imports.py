@@ -40,6 +40,21 @@ def test_step_of_the_sample_imports_only_torch():
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
+def test_models_of_transformers_import_neither_scipy_nor_torchao():
+    code = """
+import sys
+from mmray.config import recipes
+from mmray.models.build import import_libraries
+model = recipes.clip().model
+import_libraries(model)
+print(sorted({'scipy', 'torchao'} & sys.modules.keys()))
+import scipy.special, torchao, transformers.utils as utils
+print(utils.is_scipy_available(), utils.is_torchao_available())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split("\n")[:2] == ["[]", "True True"], done.stdout + done.stderr
+
+
 def test_driver_of_a_run_without_ray_imports_neither_torch_nor_ray():
     code = "import sys, mmray.training.driver; print(sorted({'torch', 'ray'} & sys.modules.keys()))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
