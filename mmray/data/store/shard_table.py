@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -58,7 +58,7 @@ class Shard:
     num_bytes: int
     sha256: str
     dropped: bytes = b""
-    offsets: tuple[int, ...] = ()
+    offsets: Sequence[int] | np.ndarray = field(default=(), compare=False)
     labels: tuple[int, ...] = ()
 
     @property
@@ -273,7 +273,7 @@ class ShardTable:
             int(self.num_bytes[number]),
             self.sha256(number),
             self._dropped[number].tobytes(),
-            tuple(self.offsets(number).tolist()),
+            self.offsets(number),
             tuple(self.labels(number).tolist()),
         )
 

@@ -183,6 +183,7 @@ def test_table_of_shards_of_an_earlier_version_is_read():
 
     older = read([[1], []])
     assert list(older) == list(table)
+    assert older[0].offsets.tolist() == table[0].offsets.tolist() == [0, 5]
     assert older.dropped(0).tolist() == [1] and older[0].kept.tolist() == [0, 2, 3]
     assert older.num_kept.tolist() == [3, 4] and older[1].kept.tolist() == [0, 1, 2, 3]
     assert older.fingerprint(np.arange(2)) == table.fingerprint(np.arange(2))
