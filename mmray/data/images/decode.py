@@ -36,6 +36,7 @@ PngImagePlugin.MAX_TEXT_MEMORY = 256 << 20
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 MAX_PIXELS = 25_000_000
+_LARGEST_KEPT = 31 << 20  # bytes of an array; glibc's limit is 32 MiB
 WHITE = (255, 255, 255)
 _EXIF_ORIENTATION = 0x0112
 # EXIF orientation -> transposition to upright. ImageOps.exif_transpose is not used: it raises for
@@ -111,6 +112,17 @@ class BadImage(ValueError):
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
+
+
+@cache
+def keep_image_memory() -> None:
+    """Make malloc keep the memory of freed images for the next ones.
+
+    glibc returns freed arrays of more than 128 KiB to the system, until the process has freed a
+    larger one (`mallopt(3)`, M_MMAP_THRESHOLD). Decoding would cost a page fault every 4 KiB: a
+    prepared image 1.4 instead of 1.0 ms, an image of `prepare` 5.6 instead of 4.3 ms.
+    """
+    np.empty(_LARGEST_KEPT, np.uint8)
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:

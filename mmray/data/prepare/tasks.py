@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mmray.cluster import connect
+from mmray.data.images.decode import keep_image_memory
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.errors import MmrayError, ResourceError, only_errors
 from mmray.machine import cores
@@ -206,6 +207,7 @@ def _run_item(
     work: Callable[[Item], Result], hint: str, item: Item, *_: object
 ) -> Result | MmrayError:
     """Return the result or the error of `work(item)`: Ray would retry a task that raises."""
+    keep_image_memory()
     try:
         return work(item)
     except MmrayError as error:

@@ -5,11 +5,11 @@ Without Ray and torch: it runs in child processes and in actors.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from mmray.data.images.decode import keep_image_memory
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.stream.blocks import Block
 from mmray.data.stream.order import BlockPlan
@@ -18,9 +18,6 @@ from mmray.data.stream.slots import PixelSlots
 
 if TYPE_CHECKING:
     from mmray.data.vlm.reader import ConversationReader
-
-
-LARGEST_ARRAY = 31 << 20  # bytes; glibc's limit is 32 MiB
 
 
 class Decoded(NamedTuple):
@@ -63,7 +60,7 @@ class BlockDecoder:
             pixels: Memory for the pixels of at least its rows; the block then has no column
                 `image`. None: new memory, or that of `slots`.
         """
-        _keep_freed_memory()
+        keep_image_memory()
         if careful and self._subprocess_decoder is None:
             self._subprocess_decoder = SubprocessDecoder()
         decoder = self._subprocess_decoder if careful else None
@@ -86,14 +83,3 @@ class BlockDecoder:
         group, part = divmod(own_number, self.blocks.blocks_per_step)
         slot = self.slots.pixels[group % len(self.slots.pixels)]
         return slot[part * num_rows : (part + 1) * num_rows]
-
-
-@cache
-def _keep_freed_memory() -> None:
-    """Make malloc keep the memory of freed images for the next ones.
-
-    glibc returns freed arrays of more than 128 KiB to the system, until the process has freed a
-    larger one (`mallopt(3)`, M_MMAP_THRESHOLD). Decoding would cost a page fault every 4 KiB: a
-    prepared image 1.4 instead of 1.0 ms.
-    """
-    np.empty(LARGEST_ARRAY, np.uint8)
