@@ -23,10 +23,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from mmray.config import Prepare
 from mmray.data.formats.text_lines import JsonlSource
+from mmray.data.images.decode import decode
 from mmray.data.prepare import assemble, preview, records
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.pack import pack_chunk
@@ -82,8 +83,45 @@ def keys(out, split=None):
     return PreparedSet.open(str(out), split).keys()
 
 
+def raw_images():
+    """Encoded images that a re-encoding would change, each with its pixels as Pillow reads them."""
+    rgb = Image.effect_mandelbrot((64, 48), (-2, -1.5, 1, 1.5), 60).convert("RGB")
+    turned = rgb.getexif()
+    turned[0x0112] = 6
+    gray_of_16_bits = Image.fromarray(np.asarray(rgb.convert("L")).astype(np.uint16) * 257)
+    palette = rgb.quantize(16)
+    files = {
+        "turned": encode(rgb, "JPEG", exif=turned),
+        "cmyk": encode(rgb.convert("CMYK"), "JPEG"),
+        "progressive": encode(rgb, "JPEG", quality=97, progressive=True),
+        "palette": encode(palette, "PNG"),
+        "animation": encode(palette, "GIF", save_all=True, append_images=[palette.rotate(180)]),
+        "16_bits": encode(gray_of_16_bits, "PNG"),
+    }
+    images = {name: Image.open(io.BytesIO(data)) for name, data in files.items()}
+    images["turned"] = ImageOps.exif_transpose(images["turned"])
+    images["16_bits"] = rgb.convert("L")  # Pillow would clip it to white
+    return {name: (files[name], np.asarray(images[name].convert("RGB"))) for name in files}
+
+
 def numbered(count):
     return [f"k{number}" for number in range(count)]
+
+
+def test_bytes_of_images_are_stored_as_they_are(tmp_path, in_process, run):
+    images = raw_images()
+    source = tmp_path / "raw" / "rows.jsonl"
+    source.parent.mkdir()
+    for name, (data, _) in images.items():
+        (source.parent / name).write_bytes(data)
+        add(source, {"id": name, "image": name, "text": name})
+    manifest = run()
+    rows = PreparedSet.open(str(tmp_path / "out")).read(np.arange(len(images)))
+    assert {each.key: each.image for each in rows} == {name: images[name][0] for name in images}
+    for each in rows:
+        np.testing.assert_array_equal(decode(each.image), images[each.key][1], each.key)
+    [(text, notice)] = manifest.notices.items()
+    assert "frames after the first" in text and notice["num_rows"] == 1
 
 
 def test_every_row_is_kept_or_quarantined(tmp_path, in_process, run):
