@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mmray.errors import MmrayError
     from mmray.models.export.load import load
     from mmray.run import Run
-    from mmray.training.evaluate_export import pretrained_config
+    from mmray.training.saved_model import pretrained_config
 
 __all__ = [
     "Config",
@@ -49,7 +49,7 @@ _MODULES = {
     "MmrayError": "errors",
     "Run": "run",
     "load": "models.export.load",
-    "pretrained_config": "training.evaluate_export",
+    "pretrained_config": "training.saved_model",
 }
 
 

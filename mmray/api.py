@@ -427,7 +427,7 @@ def evaluate(
         ResourceError: the cluster cannot provide the resources.
     """
     with _shown(reporter, "evaluating") as shown:
-        from mmray.training import evaluate_export
+        from mmray.training import evaluate_export, saved_model
 
         source = run if isinstance(run, Config) else to_path(_folder(run))
         other = None if data is None else str(data)
@@ -439,7 +439,7 @@ def evaluate(
                     " a prepared set or a raw source, and no `step` or `interpolate`"
                 )
         else:
-            saved = evaluate_export.load_run_config(source).evaluate
+            saved = saved_model.load_run_config(source).evaluate
         return evaluate_export.evaluate_model(
             source,
             other,

@@ -86,9 +86,10 @@ class Run:
         """
         from ray.train import Checkpoint
 
-        from mmray.training.evaluate_export import open_run
+        from mmray.training.saved_model import open_run
 
-        _, _, path = open_run(self.path, step)
+        path = open_run(self.path, step).checkpoint
+        assert path is not None, "of a run"
         if isinstance(path, RemotePath):
             return Checkpoint(path.fs_path, path.filesystem)
         return Checkpoint.from_directory(path.absolute())

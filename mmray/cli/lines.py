@@ -77,7 +77,7 @@ def read_weights(words: Sequence[str]) -> Line:
     weights = flag_values("--weights", words)
     if not weights:
         return Line(words, {"weights": "", "model": None})
-    from mmray.training.evaluate_export import pretrained_config
+    from mmray.training.saved_model import pretrained_config
 
     config = pretrained_config(weights[-1])
     defaults = {"model": config.model, "evaluate": config.evaluate.outside_run(""), "out": ""}

@@ -143,14 +143,16 @@ def _evaluate(
     checkpoint: AnyPath,
 ) -> dict[str, float]:
     """Return the metrics of a checkpoint by name."""
-    from mmray.training.evaluate_export import score_checkpoint
+    from mmray.training.evaluate_export import score_model
+    from mmray.training.saved_model import SavedModel
 
     if (fault := files.verify(checkpoint)) is not None:
         raise OSError(f"its checkpoint is not valid: {fault}")
     device = torch.device("cuda" if ray.get_gpu_ids() else "cpu")
     cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
     torch.set_num_threads(max(1, int(cpus)))
-    scores = score_checkpoint(config, Group(device=device), tokenizer_json, held_out, checkpoint)
+    saved = SavedModel(config, tokenizer_json, checkpoint)
+    scores = score_model(config, Group(device=device), lambda _: None, saved, held_out)
     if isinstance(checkpoint, Path):
         from torch.utils.tensorboard import SummaryWriter
 

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import orjson
@@ -37,19 +37,19 @@ from mmray.errors import DataError, ResourceError, UsageError, suggest
 from mmray.evaluation.batches import EvalDataset
 from mmray.evaluation.embeddings import embed_texts, eval_mode
 from mmray.models import lora
-from mmray.models.protocol import ImageTextModel, can_embed
+from mmray.models.protocol import can_embed
 from mmray.models.synthetic import synthetic_batch
 from mmray.models.vlm.model import Vlm as VlmModel
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, list_names, to_path, write_atomic
 from mmray.training import RunReporter
-from mmray.training.evaluate_export import (
+from mmray.training.references import IDENTITY, embedding_columns
+from mmray.training.saved_model import (
+    SavedModel,
     cached_model,
-    load_model,
     open_model,
     pretrained_config,
 )
-from mmray.training.references import IDENTITY, embedding_columns
 
 MIN_BATCH_TOKENS = 8192  # of answers in a forward pass, unless a row has more
 DEFAULT_NAMES = {False: "clip_score", True: "reference"}  # by whether the model generates text
@@ -60,9 +60,7 @@ class ScoreJob:
     """Inputs of a task that scores a shard.
 
     Attributes:
-        config: Settings of the model.
-        tokenizer_json: Content of its tokenizer.json.
-        checkpoint: Folder of the checkpoint; None: `model.weights`.
+        saved: The model.
         name: Name of the column of scores.
         with_embeddings: Whether to write the embeddings of images and captions too.
         captions: Column of the captions to score; None: the set has one column.
@@ -71,9 +69,7 @@ class ScoreJob:
         logit_scale: Factor of its cosines in its own loss; None: it has none.
     """
 
-    config: Config
-    tokenizer_json: str
-    checkpoint: AnyPath | None
+    saved: SavedModel
     name: str
     with_embeddings: bool
     captions: str | None
@@ -103,22 +99,49 @@ class ScoreJob:
         """Further entries of the file IDENTITY."""
         return {"logit_scale": self.logit_scale}
 
+    @torch.no_grad()
     def compute(self, prepared: PreparedSet) -> dict[str, pa.Array]:
-        """Return the columns of scores of the rows of a shard."""
-        model, device = cached_model(self.config, self.checkpoint, self.digest)
+        """Return the columns of the rows of a shard: the mean cosine of a row's image and its
+        captions, null for a row without captions or that cannot be read; and the embeddings.
+        """
+        model, device = cached_model(self.saved, self.digest)
         if self.captions is not None:
             prepared = prepared.with_captions({self.captions: 1.0})
         assert can_embed(model)
-        rows = embed_rows(model, prepared, self, device)
-        columns = {self.name: pa.array(rows.scores, mask=np.isnan(rows.scores))}
+        config = self.saved.config
+        data = EvalDataset(
+            prepared,
+            config.model.inputs,
+            self.saved.tokenizer_json,
+            config.evaluate,
+            max(config.prepare.max_pixels, prepared.max_pixels),
+        )
+        scores = np.full(prepared.num_rows, np.nan)
+        images = np.zeros((prepared.num_rows, self.width), np.float32)  # zeros: not read
+        texts = [np.zeros((0, self.width), np.float32)]
+        num_texts = np.zeros(prepared.num_rows, np.int64)
+        autocast = precision.select_precision(config.train.precision, device).autocast()
+        with eval_mode(model), autocast:
+            for batch in data.batches():
+                image = model.embed_image(batch["image"].to(device)).float().cpu()
+                text = embed_texts(model, batch, config.evaluate.batch, Group(device=device))
+                rows = batch["row"]
+                owner = torch.searchsorted(rows, batch["caption_row"])
+                text = text.reshape(len(owner), self.width)
+                cosines = (image[owner] * text).sum(dim=1).double()
+                sums = torch.zeros(len(rows), dtype=torch.float64).index_add(0, owner, cosines)
+                counts = torch.bincount(owner, minlength=len(rows))
+                scores[rows.numpy()] = (sums / counts).numpy()
+                images[rows.numpy()] = image.numpy()
+                texts.append(text.numpy())
+                num_texts[rows.numpy()] = counts.numpy()
+        columns = {self.name: pa.array(scores, mask=np.isnan(scores))}
         if self.with_embeddings:
-            captions, image = embedding_columns(self.name)
-            ends = np.concatenate([[0], np.cumsum(rows.num_captions)]).astype(np.int32)
-            columns[captions] = pa.ListArray.from_arrays(
-                pa.array(ends), self._to_arrow(rows.captions)
-            )
-            is_missing = pa.array(~rows.images.any(axis=1))
-            columns[image] = self._to_arrow(rows.images, is_missing)
+            of_captions, of_image = embedding_columns(self.name)
+            ends = pa.array(np.concatenate([[0], np.cumsum(num_texts)]).astype(np.int32))
+            flat = self._to_arrow(np.concatenate(texts))
+            columns[of_captions] = pa.ListArray.from_arrays(ends, flat)
+            columns[of_image] = self._to_arrow(images, pa.array(~images.any(axis=1)))
         return columns
 
     def _to_arrow(self, embeddings: np.ndarray, mask: pa.Array | None = None) -> pa.Array:
@@ -131,15 +154,13 @@ class ReferenceJob:
     """Inputs of a task that computes the log-probabilities of the answers of a shard.
 
     Attributes:
-        config: Settings of the reference model.
-        checkpoint: Folder of its checkpoint; None: `model.weights`.
+        saved: The reference model.
         name: Name of the columns, NAME_chosen and NAME_rejected.
         weights_digest: `hash_weights` of the model.
         processor_digest: `ProcessorEncoder.digest` of its processor.
     """
 
-    config: Config
-    checkpoint: AnyPath | None
+    saved: SavedModel
     name: str
     weights_digest: str
     processor_digest: str
@@ -170,9 +191,9 @@ class ReferenceJob:
         """Return the columns of the rows of a shard; null for a row that the model cannot read, or
         without a rejected answer.
         """
-        model, device = cached_model(self.config, self.checkpoint, self.digest)
+        model, device = cached_model(self.saved, self.digest)
         assert isinstance(model, VlmModel)
-        config = self.config
+        config = self.saved.config
         max_pixels = max(config.prepare.max_pixels, prepared.max_pixels)
         references = ReferenceLogProbs(ADAPTERS_OFF)
         assert isinstance(config.model, Vlm)
@@ -222,18 +243,18 @@ def score_set(
         ResourceError: Storage or cluster failed, maybe temporarily.
     """
     prepared = PreparedSet.open(address)
-    config, tokenizer_json, checkpoint = _open_weights(weights, settings, reporter)
+    saved = _open_weights(weights, settings, reporter)
+    config = saved.config
     name = DEFAULT_NAMES[config.model.generates_text] if name is None else name
     job: ScoreJob | ReferenceJob
     if config.model.generates_text:
         if with_embeddings or captions is not None:
             raise UsageError("--embeddings and --captions: a vision-language model has neither")
-        job = _plan_references(prepared, config, checkpoint, name)
+        job = _plan_references(prepared, saved, name)
     else:
         config = config.replace(evaluate=config.evaluate.replace(batch=batch))
-        job = _plan(
-            prepared, weights, config, tokenizer_json, checkpoint, name, captions, with_embeddings
-        )
+        saved = saved._replace(config=config)
+        job = _plan(prepared, weights, saved, name, captions, with_embeddings)
     if job.captions is not None:
         reporter.log(f"column {job.captions} of {prepared.folder}", "captions")
     try:
@@ -255,22 +276,22 @@ def score_set(
     return manifest
 
 
-def _open_weights(
-    weights: str, settings: Config | None, reporter: RunReporter
-) -> tuple[Config, str, AnyPath | None]:
-    """Return the config of the model, its tokenizer.json and its checkpoint, as `open_model`."""
+def _open_weights(weights: str, settings: Config | None, reporter: RunReporter) -> SavedModel:
+    """Return the model that `--weights` names, with the inputs of `settings`."""
     path = to_path(weights)
     if "/" in weights and not path.exists() and path.parent.exists():  # no name of the hub
         hint = suggest(path.name, list_names(path.parent))
         raise UsageError(f"--weights {weights}: there is no such run or file; {hint}")
     source = path if (path / "config.yaml").exists() else pretrained_config(weights)
-    config, tokenizer_json, checkpoint = open_model(source, None, reporter.log)
+    saved = open_model(source, None, reporter.log)
     if settings is not None:
+        config = saved.config
         if not config.model.generates_text or settings.model.kind != config.model.kind:
             raise UsageError("--config: both it and --weights must be of a vision-language model")
         model = config.model.replace(inputs=settings.model.inputs)
         config = config.replace(model=model, prepare=settings.prepare)
-    return config, tokenizer_json, checkpoint
+        saved = saved._replace(config=config)
+    return saved
 
 
 def _check_name(name: str, suffixes: Sequence[str], prepared: PreparedSet) -> None:
@@ -284,24 +305,17 @@ def _check_name(name: str, suffixes: Sequence[str], prepared: PreparedSet) -> No
             raise UsageError(f"--name {name}: the set keeps a column `{column}` of its source")
 
 
-def _plan_references(
-    prepared: PreparedSet,
-    config: Config,
-    checkpoint: AnyPath | None,
-    name: str,
-) -> ReferenceJob:
+def _plan_references(prepared: PreparedSet, saved: SavedModel, name: str) -> ReferenceJob:
     _check_name(name, ("chosen", "rejected"), prepared)
-    model = lora.merge_adapters(load_model(config, checkpoint))
+    model = lora.merge_adapters(saved.load())
     assert isinstance(model, VlmModel)
-    return ReferenceJob(config, checkpoint, name, lora.hash_weights(model), model.encoder.digest)
+    return ReferenceJob(saved, name, lora.hash_weights(model), model.encoder.digest)
 
 
 def _plan(
     prepared: PreparedSet,
     weights: str,
-    config: Config,
-    tokenizer_json: str,
-    checkpoint: AnyPath | None,
+    saved: SavedModel,
     name: str,
     captions: str | None,
     with_embeddings: bool,
@@ -320,7 +334,8 @@ def _plan(
         )
     scored = columns[:1] if captions is None else (captions,)
     _check_name(name, ("captions", "embedding"), prepared)
-    model = load_model(config, checkpoint)
+    config = saved.config
+    model = saved.load()
     if not can_embed(model) or config.model.takes_clips:
         raise UsageError(
             f"--weights {weights}: a model of kind {config.model.kind} does not embed one image "
@@ -331,14 +346,12 @@ def _plan(
         width = model.embed_image(batch["image"]).shape[1]
         logit_scale = model(batch).get("logit_scale")
     digest = hashlib.sha256(repr((config.model, scored)).encode())
-    digest.update(tokenizer_json.encode())
+    digest.update(saved.tokenizer_json.encode())
     for key, tensor in sorted(model.state_dict().items()):
         digest.update(key.encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return ScoreJob(
-        config,
-        tokenizer_json,
-        checkpoint,
+        saved,
         name,
         with_embeddings,
         scored[0] if scored else None,
@@ -390,59 +403,6 @@ def _score_shards(
         reason += f", or have no caption of {job.captions},"
     if missing := values.num_missing([shard.key for shard in shards], job.group):
         reporter.log(f"{missing:,} rows {reason} and have no score", "unreadable")
-
-
-class EmbeddedRows(NamedTuple):
-    """Scores and L2-normalized embeddings of N rows with C captions together.
-
-    Attributes:
-        scores: The mean cosine of a row's image and its captions, float64 [N], NaN for a row
-            without captions or that cannot be read.
-        images: Float32 [N, D], zeros for a row that cannot be read.
-        captions: Float32 [C, D], by row, in the order of its texts.
-        num_captions: Number of captions of each row, int64 [N]; 0 for one that cannot be read.
-    """
-
-    scores: np.ndarray
-    images: np.ndarray
-    captions: np.ndarray
-    num_captions: np.ndarray
-
-
-@torch.no_grad()
-def embed_rows(
-    model: ImageTextModel, prepared: PreparedSet, job: ScoreJob, device: torch.device
-) -> EmbeddedRows:
-    """Embed the images and captions of the rows of a set.
-
-    Args:
-        model: The model, on `device`, with `embed_image(pixels)` and `embed_text(input_ids,
-            attention_mask)`.
-        job: Settings of the model.
-    """
-    settings = job.config.evaluate
-    max_pixels = max(job.config.prepare.max_pixels, prepared.max_pixels)
-    data = EvalDataset(prepared, job.config.model.inputs, job.tokenizer_json, settings, max_pixels)
-    scores = np.full(prepared.num_rows, np.nan)
-    images = np.zeros((prepared.num_rows, job.width), np.float32)
-    captions = [np.zeros((0, job.width), np.float32)]
-    num_captions = np.zeros(prepared.num_rows, np.int64)
-    autocast = precision.select_precision(job.config.train.precision, device).autocast()
-    with eval_mode(model), autocast:
-        for batch in data.batches():
-            image = model.embed_image(batch["image"].to(device)).float().cpu()
-            text = embed_texts(model, batch, settings.batch, Group(device=device))
-            rows = batch["row"]
-            owner = torch.searchsorted(rows, batch["caption_row"])
-            text = text.reshape(len(owner), job.width)
-            cosines = (image[owner] * text).sum(dim=1).double()
-            sums = torch.zeros(len(rows), dtype=torch.float64).index_add(0, owner, cosines)
-            counts = torch.bincount(owner, minlength=len(rows))
-            scores[rows.numpy()] = (sums / counts).numpy()
-            images[rows.numpy()] = image.numpy()
-            captions.append(text.numpy())
-            num_captions[rows.numpy()] = counts.numpy()
-    return EmbeddedRows(scores, images, np.concatenate(captions), num_captions)
 
 
 def _answer_batches(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from mmray.config import Config, Prepare, Towers, Vlm
@@ -49,15 +49,17 @@ def open_sets(config: Config, reporter: RunReporter) -> _Sets:
 
     prepared_here: list[str] = []
 
-    def prepare(source: str, settings: Prepare = config.prepare) -> str:
+    def prepare(source: str, settings: Prepare) -> AnyPath:
         folder = ensure_prepared(
             source, config.data.cache, settings, reporter.log, reporter.prepare_progress
         )
         if folder != to_path(source):
             prepared_here.append(str(folder))
-        return str(folder)
+        return folder
 
-    mixture = Mixture.parse(config.data.train).rename(prepare)
+    mixture = Mixture.parse(config.data.train).rename(
+        lambda source: str(prepare(source, config.prepare))
+    )
     train_sets = [PreparedSet.open(folder, "train") for folder in mixture.addresses]
     first_folder = mixture.addresses[0]
     splits = train_sets[0].manifest.splits
@@ -65,9 +67,7 @@ def open_sets(config: Config, reporter: RunReporter) -> _Sets:
     held_out = sorted(set(HELD_OUT_SPLITS) & splits.keys())
     eval_sets: dict[str, PreparedSet] = {}
     if config.data.eval is not None:
-        for name, source, *_ in config.data.eval_sets:
-            settings = eval_prepare_settings(config, source)
-            eval_sets[name] = PreparedSet.open(prepare(source, settings), split)
+        eval_sets = open_eval_sets(config, split, prepare)
     elif split in splits:
         eval_sets[""] = PreparedSet.open(first_folder, split)
     elif held_out:
@@ -250,7 +250,23 @@ def _rows_by_kinds(prepared: PreparedSet) -> dict[str, int]:
     return counts | {"image": with_images - in_others}
 
 
-def eval_prepare_settings(config: Config, source: str) -> Prepare:
+def open_eval_sets(
+    config: Config, split: str, prepare: Callable[[str, Prepare], AnyPath]
+) -> dict[str, PreparedSet]:
+    """Open the sets of `data.eval` by name.
+
+    Args:
+        prepare: Called with an address and the settings to prepare it with; returns the folder of
+            the prepared set.
+    """
+    sets = {}
+    for name, source, *_ in config.data.eval_sets:
+        folder = prepare(source, _eval_prepare_settings(config, source))
+        sets[name] = PreparedSet.open(str(folder), split)
+    return sets
+
+
+def _eval_prepare_settings(config: Config, source: str) -> Prepare:
     """Return the section `prepare` with which a source for evaluation is prepared.
 
     All its rows are held out, and none is compared with benchmarks. A source that the run also

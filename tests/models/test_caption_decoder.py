@@ -34,7 +34,7 @@ from mmray.errors import UsageError
 from mmray.models.build import build
 from mmray.models.export.export import export
 from mmray.models.export.load import load_images
-from mmray.training.evaluate_export import pretrained_config
+from mmray.training.saved_model import pretrained_config
 from mmray.training.validate import unsupported_reasons
 from tests.made import noisy
 from tests.models.test_clip import (

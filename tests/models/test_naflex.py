@@ -25,7 +25,7 @@ from mmray.models.build import build
 from mmray.models.export.export import export, to_hf_state
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.contrastive import Sigmoid
-from mmray.training.evaluate_export import pretrained_config
+from mmray.training.saved_model import pretrained_config
 from tests.engine import recipe_models, toy
 from tests.models.test_clip import TEXTS, TOKENIZER, VOCAB, model_of
 

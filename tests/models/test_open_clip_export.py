@@ -25,7 +25,8 @@ from mmray.errors import UsageError
 from mmray.models.build import build
 from mmray.models.export import open_clip as open_clip_files
 from mmray.models.export.export import export
-from mmray.training.evaluate_export import export_model, pretrained_config
+from mmray.training.evaluate_export import export_model
+from mmray.training.saved_model import SavedModel, pretrained_config
 from tests.models.test_clip import INPUTS, SPECS, TEXTS, TOKENIZER, VOCAB, batch_of, model_of
 
 open_clip = pytest.importorskip("open_clip")
@@ -218,7 +219,8 @@ def test_vision_language_model_is_refused_before_its_weights_are_read(
 ) -> None:
     config = recipes.RECIPES["vlm"]()
     monkeypatch.setattr(
-        "mmray.training.evaluate_export.open_model", lambda source, step, log: (source, "", None)
+        "mmray.training.evaluate_export.open_model",
+        lambda source, step, log: SavedModel(source, "", None),
     )
     with pytest.raises(UsageError, match=r"kind vlm; only `clip` .* and `siglip` .* be exported"):
         export_model(config, tmp_path / "m", format="open_clip")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -30,7 +29,8 @@ from mmray.models.build import build
 from mmray.models.export.export import export
 from mmray.models.weights import read_state_dict
 from mmray.training import evaluate_export
-from mmray.training.evaluate_export import export_model, pretrained_config
+from mmray.training.evaluate_export import export_model
+from mmray.training.saved_model import SavedModel, pretrained_config, with_tokenizer
 from tests.data.text.test_tokenizer_files import small_clip_bpe
 from tests.made import make_set, row
 from tests.models.test_build import Draws
@@ -669,17 +669,14 @@ def test_pretrained_weights_are_scored_as_their_model_ranks(tmp_path: Path) -> N
     held_out = make_set(tmp_path / "set", [row(number) for number in range(7)])
     config = pretrained_config(str(saved(tmp_path / "in", OpenClip(False), {"model_cfg": GELU})))
     logged, progress = list[str](), list[int]()
-    config, tokenizer_json = evaluate_export.with_tokenizer(
-        config, lambda text, _: logged.append(text)
-    )
+    config, tokenizer_json = with_tokenizer(config, lambda text, _: logged.append(text))
     assert logged == [] and config.model.vocab_size == ROWS
-    scores = evaluate_export._score(
+    scores = evaluate_export.score_model(
         config,
         Group(),
         lambda message: progress.append(message["rows"]),
-        tokenizer_json,
+        SavedModel(config, tokenizer_json, None),
         {"": held_out},
-        partial(evaluate_export.load_model, config, None),
     )
     assert (
         sum(progress) == 7 == scores["rows"]
@@ -694,7 +691,5 @@ def test_pretrained_weights_are_scored_as_their_model_ranks(tmp_path: Path) -> N
             if tokenizer == "trained"
             else nullcontext()
         ):
-            evaluate_export.with_tokenizer(
-                config.replace(model=model), lambda text, _: logged.append(text)
-            )
+            with_tokenizer(config.replace(model=model), lambda text, _: logged.append(text))
     assert "tokens, the weights 520: is it their tokenizer?" in logged[0]

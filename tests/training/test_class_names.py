@@ -14,7 +14,7 @@ from mmray import config as settings
 from mmray.data.store.manifest import write_manifest
 from mmray.errors import UsageError
 from mmray.training.driver import train
-from mmray.training.evaluate_export import load_run_config
+from mmray.training.saved_model import load_run_config
 from tests.made import encode, make_set, row
 from tests.training.runs import Silent
 

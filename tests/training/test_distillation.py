@@ -15,9 +15,9 @@ from mmray.data.stream.reader import RowReader
 from mmray.errors import DataError, UsageError
 from mmray.report.run import RunRecord
 from mmray.training.driver import train
-from mmray.training.evaluate_export import load_model, open_run
 from mmray.training.references import open_teacher
 from mmray.training.resolve import resolve_run
+from mmray.training.saved_model import load_model, open_run
 from tests.made import make_set, noisy, row
 from tests.training.runs import Silent, config, lines
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +27,8 @@ from mmray.models.build import build
 from mmray.models.export.export import export
 from mmray.models.lora import merge_adapters
 from mmray.storage.paths import AnyPath, to_path
-from mmray.training import evaluate_export, run_dir
-from mmray.training.evaluate_export import interpolate_from_start, load_model
+from mmray.training import evaluate_export, run_dir, saved_model
+from mmray.training.saved_model import SavedModel, interpolate_from_start, load_model
 from tests.checkpoints import save_checkpoint
 from tests.data.prepare.test_pipeline import make_source, run_here
 from tests.made import CAPTIONS, make_set, noisy, row
@@ -183,14 +182,14 @@ def test_evaluation_of_branches_needs_one_device(
     manifest = SimpleNamespace(text_columns=(), class_names=())
     held_out = {"": SimpleNamespace(num_rows=1, folder=tmp_path, manifest=manifest)}
     monkeypatch.setattr(evaluate_export, "_open_held_out", lambda *_: held_out)
-    monkeypatch.setattr(evaluate_export, "_score", lambda config, *_, **__: config)
+    monkeypatch.setattr(evaluate_export, "score_model", lambda config, *_, **__: config)
     monkeypatch.setattr(evaluate_export, "count_gpus", lambda: 2)
     config = runs.config("none", tmp_path, "one", parallel="branches").with_cluster(
         accelerator="cpu"
     )
     reporter = runs.Silent()
     found: Any = evaluate_export._evaluate(
-        config, tmp_path, tmp_path / "step-1", "{}", None, None, reporter, 1.0
+        SavedModel(config, "{}", tmp_path / "step-1"), tmp_path, None, None, reporter, 1.0
     )
     assert (config.train.parallel, found.train.parallel) == ("branches", "single")
     assert reporter.notes[1:] == [
@@ -274,13 +273,12 @@ def test_elastic_run_is_evaluated_with_fewer_workers(tmp_path: Path) -> None:
         tmp_path, 3, {"model": built.state_dict()}, {"architecture": built.architecture()}
     )
     progress: list[int] = []
-    scores = evaluate_export._score(
+    scores = evaluate_export.score_model(
         config,
         Group(),
         lambda message: progress.append(message["rows"]),
-        held_out.tokenizer_json or "",
+        SavedModel(config, held_out.tokenizer_json or "", found),
         {"": held_out},
-        partial(load_model, config, found),
     )
     assert scores["rows"] == sum(progress) == 5 and scores["loss"] > 0
 
@@ -299,10 +297,11 @@ def test_evaluation_on_one_machine_has_as_many_workers_as_it_has_gpus(
 ) -> None:
     """Not as many as the cluster that trained the run, unless one is connected."""
     config = runs.config("none", tmp_path, "one").with_cluster(workers=64)
-    monkeypatch.setattr(evaluate_export, "open_run", lambda *_: (config, "{}", tmp_path))
+    opened = SavedModel(config, "{}", tmp_path)
+    monkeypatch.setattr(saved_model, "open_run", lambda *_: opened)
     monkeypatch.setattr(evaluate_export, "needs_ray", lambda _: needs_ray)
     monkeypatch.setattr(evaluate_export, "count_gpus", lambda: num_gpus)
-    monkeypatch.setattr(evaluate_export, "_evaluate", lambda config, *_: config)
+    monkeypatch.setattr(evaluate_export, "_evaluate", lambda saved, *_: saved.config)
     found: Any = evaluate_export.evaluate_model(
         tmp_path, None, None, None, None, runs.Silent(), workers=given
     )

@@ -24,7 +24,7 @@ from mmray.evaluation.batches import EvalDataset
 from mmray.evaluation.embeddings import embed_dataset
 from mmray.storage.paths import to_path
 from mmray.training.driver import train
-from mmray.training.evaluate_export import load_model, open_run
+from mmray.training.saved_model import load_model, open_run
 from tests.made import make_set, noisy, row
 from tests.training.runs import Silent, config
 

@@ -17,7 +17,7 @@ from mmray.engine.run_state import EMA_KEY
 from mmray.errors import UsageError
 from mmray.models.build import build
 from mmray.models.export.export import export
-from mmray.training.evaluate_export import load_model, load_run_config
+from mmray.training.saved_model import load_model, load_run_config
 from tests.engine.single_worker import make_prepared, run_worker
 
 pytestmark = pytest.mark.usefixtures("one_thread")

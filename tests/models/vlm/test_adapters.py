@@ -20,7 +20,8 @@ from mmray.models import lora
 from mmray.models.build import build
 from mmray.models.export.vlm import export_vlm
 from mmray.training.driver import check_classes
-from mmray.training.evaluate_export import export_model, load_model, open_run
+from mmray.training.evaluate_export import export_model
+from mmray.training.saved_model import load_model, open_run
 from mmray.training.validate import unsupported_reasons
 from tests.models.vlm import token_runs
 from tests.models.vlm.rows import ROWS, text

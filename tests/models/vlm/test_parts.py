@@ -26,7 +26,7 @@ from mmray.models.export.vlm import Conversations, export_vlm
 from mmray.models.protocol import saved_layers
 from mmray.models.vlm import attention
 from mmray.models.vlm.model import Vlm
-from mmray.training.evaluate_export import interpolate_from_start
+from mmray.training.saved_model import interpolate_from_start
 from tests.engine.fake_cuda import DEVICES, fake_gpus
 from tests.engine.toy import optimizer_settings
 from tests.models.vlm import folders

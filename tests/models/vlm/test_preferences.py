@@ -43,7 +43,7 @@ from mmray.errors import DataError, MmrayError, UsageError
 from mmray.models.vlm.model import Vlm
 from mmray.objectives import build
 from mmray.training.driver import train
-from mmray.training.evaluate_export import load_model, open_run
+from mmray.training.saved_model import load_model, open_run
 from mmray.training.validate import objective_reasons
 from tests.engine.conftest import spawn_ranks
 from tests.made import encode

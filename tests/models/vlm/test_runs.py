@@ -20,7 +20,7 @@ from mmray.engine.checkpoint import state_io
 from mmray.engine.collectives import Group
 from mmray.errors import UsageError
 from mmray.training import driver, run_dir
-from mmray.training.evaluate_export import load_run_config
+from mmray.training.saved_model import load_run_config
 from tests.data.media.synthetic import encode_audio, encode_video
 from tests.engine.conftest import spawn_ranks
 from tests.models.vlm import token_runs, two_ranks
