@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,24 +34,11 @@ from mmray.storage.requests import iter_parallel
 if TYPE_CHECKING:
     from mmray.config import Inputs
     from mmray.config.training import EvalSettings
+    from mmray.engine.collectives import Group
 
 
 SaveExamples = Callable[[dict[str, Any]], None]  # called with the content of examples.json
 OnProgress = Callable[[str, int], None]  # unit, `rows` or `prompts`, and the number in a batch
-
-
-class Group(Protocol):
-    """The ranks of an evaluation; `Group` of mmray/engine/collectives.py implements it."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
-    def all_gather_variable(self, rows: Tensor) -> Tensor: ...
-    def all_gather_objects(self, value: object) -> list[Any]: ...
-    def broadcast_object(self, value: object) -> Any: ...
 
 
 class EvalReader:
@@ -297,7 +284,8 @@ class EvalDataset(EvalReader):
         columns = self.reader.encode_row(row)  # no augmentation
         label = NO_LABEL if row.label is None else row.label
         texts = [*map(self.encoder.format_caption, row.texts)]
-        return [EvalRow(number, columns, texts, label, _image_hash(row))]
+        image_hash = hash_key(" ".join(media.sha256 for media in row.media))
+        return [EvalRow(number, columns, texts, label, image_hash)]
 
     def _collate(self, items: list[Any]) -> Batch:
         texts = [text for row in items for text in row.texts]
@@ -310,8 +298,3 @@ class EvalDataset(EvalReader):
             "caption_number": torch.tensor([n for row in items for n in range(len(row.texts))]),
             "text_hash": torch.tensor([hash_key(text) for text in texts]),
         }
-
-
-def _image_hash(record: Row) -> int:
-    """Return a hash of the bytes of a row's images."""
-    return hash_key(" ".join(media.sha256 for media in record.media))

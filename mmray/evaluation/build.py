@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from mmray.config import Config
     from mmray.config.sets import EvalSet
-    from mmray.evaluation.batches import Group, OnProgress, SaveExamples
+    from mmray.engine.collectives import Group
+    from mmray.evaluation.batches import OnProgress, SaveExamples
     from mmray.objectives.protocol import Objective
 
 

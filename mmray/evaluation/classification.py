@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mmray.evaluation.batches import Group
 from mmray.models.protocol import HeadScores
+
+if TYPE_CHECKING:
+    from mmray.engine.collectives import Group
 
 TOP_K = (1, 5)
 

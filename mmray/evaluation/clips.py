@@ -13,7 +13,7 @@ from mmray.data.stream.blocks import NO_LABEL, Block
 from mmray.data.stream.collate import Batch
 from mmray.errors import DataError
 from mmray.evaluation import retrieval
-from mmray.evaluation.batches import EvalDataset, Group, SaveExamples
+from mmray.evaluation.batches import EvalDataset, SaveExamples
 from mmray.evaluation.classification import HeadHits
 from mmray.evaluation.embeddings import eval_mode, gather_rows, steps_in_lockstep
 from mmray.evaluation.examples import RetrievalExamples
@@ -24,6 +24,7 @@ from mmray.objectives.protocol import Objective
 
 if TYPE_CHECKING:
     from mmray.config import ClipInputs
+    from mmray.engine.collectives import Group
 
 
 class _Clip(NamedTuple):

@@ -10,7 +10,7 @@ tokens, with those of the end of the turn, have the largest mean log-probability
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
@@ -30,14 +30,15 @@ from mmray.data.store.stored_row import Media, Row
 from mmray.data.vlm.chat_template import RowError
 from mmray.data.vlm.encoder import EncodedRow
 from mmray.data.vlm.reader import ADAPTERS_OFF, ConversationReader, ReferenceLogProbs
-from mmray.evaluation.answers import References, anls, exact_match, vqa_accuracy
-from mmray.evaluation.batches import EvalReader, Group, OnProgress, SaveExamples
+from mmray.evaluation.answers import anls, exact_match, vqa_accuracy
+from mmray.evaluation.batches import EvalReader, OnProgress, SaveExamples
 from mmray.evaluation.embeddings import eval_mode, in_lockstep, steps_in_lockstep
 from mmray.models.lora import adapted_layers
 from mmray.objectives.protocol import Objective
 
 if TYPE_CHECKING:
     from mmray.config import Config
+    from mmray.engine.collectives import Group
     from mmray.models.vlm.model import Vlm
 
 MAX_NEW_TOKENS = 64  # tokens of an answer
@@ -141,6 +142,8 @@ class ConversationEvaluator(EvalReader):
             examples = answer_examples(answers, self.prepared, self.reader.question)
             save_examples({"rows": int(rows)} | examples)
         mean = loss / max(1.0, tokens)
+        num_pairs, *pair_sums = of_pairs
+        names = ("preference_loss", *PREFERENCE_METRICS) if num_pairs else ()
         metrics = {
             "loss": mean,
             "perplexity": math.exp(min(mean, 700.0)),  # exp of more is infinite
@@ -148,7 +151,7 @@ class ConversationEvaluator(EvalReader):
             "tokens": tokens,
             "rows": rows,
             "bad_rows": float(bad_rows),
-            **_preference_metrics(*of_pairs),
+            **{name: each / num_pairs for name, each in zip(names, pair_sums, strict=False)},
         }
         if choices:
             metrics |= {"choice_accuracy": chosen / choices, "choice_rows": choices}
@@ -156,8 +159,13 @@ class ConversationEvaluator(EvalReader):
             return metrics
         texts = [answer.text for answer in answers]
         references = [answer.references for answer in answers]
-        scores = answer_scores(texts, references)
-        return self.add_own_metrics(scores | metrics, group, texts, references)
+        metrics |= {
+            "exact_match": exact_match(texts, references),
+            "vqa_accuracy": vqa_accuracy(texts, references),
+            "anls": anls(texts, references),
+            "answered": float(len(texts)),
+        }
+        return self.add_own_metrics(metrics, group, texts, references)
 
     def _open_pairs(self, model: Vlm) -> ConversationReader | None:
         """Return the reader of pairs if log-probabilities of the reference model are known."""
@@ -186,9 +194,11 @@ class ConversationEvaluator(EvalReader):
         for part in steps_in_lockstep(model, batches, group):
             encoded: list[EncodedRow] = []
             for number, held_out in part or ():
-                row = self._try(number, held_out, self._encode)
-                encoded += row or []
-                sums[3] += row is not None
+                try:
+                    encoded += self._encode(held_out)
+                    sums[3] += 1
+                except (BadImage, RowError) as error:
+                    self.skip(number, error, held_out.source)
             if encoded or in_lockstep(model, group):
                 batch = collate(encoded)
                 outputs = model({name: each.to(group.device) for name, each in batch.items()})
@@ -282,14 +292,6 @@ class ConversationEvaluator(EvalReader):
         num_conversations = 1 if row.messages else len(row.texts)
         return [self.reader.encode_row(row, choice) for choice in range(num_conversations)]
 
-    def _try(self, number: int, row: Row, compute: Callable[[Row], Any]) -> Any:
-        """Return the result, or None for a row that the model cannot read."""
-        try:
-            return compute(row)
-        except (BadImage, RowError) as error:
-            self.skip(number, error, row.source)
-            return None
-
     def _generate_answers(self, vlm: Vlm, group: Group) -> list[Answer]:
         """Generate the answers of the first `num_generations` rows; all ranks get all of them."""
         settings = self.settings
@@ -329,30 +331,10 @@ class ConversationEvaluator(EvalReader):
         return sorted(chain.from_iterable(group.all_gather_objects(own_answers)))
 
 
-def _preference_metrics(num_pairs: float, *sums: float) -> dict[str, float]:
-    """Return the means over rows with both answers; {} without such rows."""
-    names = ("preference_loss", *PREFERENCE_METRICS)
-    return {name: value / num_pairs for name, value in zip(names, sums, strict=True) if num_pairs}
-
-
 def without_reasoning(text: str) -> str:
     """Return an answer without its reasoning, as chat templates split it at the last `</think>`."""
     reasoning, _, answer = text.rpartition("</think>")
     return answer.lstrip("\n") if reasoning else answer
-
-
-def answer_scores(texts: Sequence[str], references: References) -> dict[str, float]:
-    """Compare generated answers with the correct ones.
-
-    Returns:
-        `exact_match`, `vqa_accuracy` and `anls` (0 to 1), and `answered` (number of rows).
-    """
-    return {
-        "exact_match": exact_match(texts, references),
-        "vqa_accuracy": vqa_accuracy(texts, references),
-        "anls": anls(texts, references),
-        "answered": float(len(texts)),
-    }
 
 
 def answer_examples(

@@ -6,20 +6,23 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from mmray.data.stream.collate import Batch
 from mmray.evaluation import retrieval
-from mmray.evaluation.batches import EvalDataset, Group
+from mmray.evaluation.batches import EvalDataset
 from mmray.evaluation.captions import perplexity
 from mmray.evaluation.classification import HeadHits
 from mmray.evaluation.retrieval import RankedDirection, RetrievalItems, number_equal, rank_direction
 from mmray.models.protocol import ImageTextModel, Outputs, as_model, is_sharded
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.protocol import Objective
+
+if TYPE_CHECKING:
+    from mmray.engine.collectives import Group
 
 ROW_COLUMNS = ("row", "label", "image_hash")
 TOKEN_COLUMNS = ("input_ids", "attention_mask")
@@ -93,7 +96,10 @@ def embed_dataset(
         name: [torch.zeros(0, dtype=torch.int64)] for name in (*ROW_COLUMNS, *CAPTION_COLUMNS)
     }
     with eval_mode(model):
-        synthetic = _synthetic_batch(data, group.device)
+        # For a rank without rows. Of two rows, because torch.compile makes other graphs for one.
+        two = torch.arange(2)
+        synthetic = synthetic_batch(data.inputs, vocab_size=1, rows=2, device=group.device)
+        synthetic |= {"row": two, "caption_row": two}
         outputs = model(synthetic)
         has_captions = with_texts and "caption_losses" in outputs
         losses = [torch.zeros(0, 2, dtype=torch.float64)]
@@ -105,7 +111,8 @@ def embed_dataset(
             batch = synthetic if own is None else own
             # index of the first caption of each row, int64 [B]
             first = torch.searchsorted(batch["caption_row"], batch["row"])
-            rows = _with_captions(batch, first, group.device)
+            rows = {name: column.to(group.device) for name, column in batch.items()}
+            rows |= {name: rows[name][first] for name in TOKEN_COLUMNS}
             if has_captions:
                 outputs = model(rows)
             image = outputs["image_embed"] if has_captions else model.embed_image(rows["image"])
@@ -134,22 +141,6 @@ def embed_dataset(
         | perplexity(gather_rows(losses, group), data.encoder.has_start),
         scalar_outputs={name: outputs[name].detach() for name in objective.scalar_output_names},
     )
-
-
-def _synthetic_batch(data: EvalDataset, device: torch.device) -> Batch:
-    """Return a batch for a rank without rows.
-
-    It has two rows, because torch.compile makes separate graphs for one.
-    """
-    row = torch.arange(2)
-    batch = synthetic_batch(data.inputs, vocab_size=1, rows=2, device=device)
-    return batch | {"row": row, "caption_row": row}
-
-
-def _with_captions(batch: Batch, index: Tensor, device: torch.device) -> Batch:
-    """Return a batch on a device with one caption of each image, for the heads."""
-    captions = {name: batch[name].to(device)[index] for name in TOKEN_COLUMNS}
-    return {name: column.to(device) for name, column in batch.items()} | captions
 
 
 def _embed_captions(

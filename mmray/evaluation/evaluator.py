@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from mmray.data.stream.blocks import NO_LABEL
 from mmray.data.stream.collate import token_columns
 from mmray.errors import DataError
 from mmray.evaluation import retrieval
-from mmray.evaluation.batches import EvalDataset, Group, SaveExamples
+from mmray.evaluation.batches import EvalDataset, SaveExamples
 from mmray.evaluation.captions import PERPLEXITY, caption_examples
 from mmray.evaluation.classification import classes_before, zero_shot_metrics
 from mmray.evaluation.embeddings import (
@@ -32,6 +32,9 @@ from mmray.evaluation.embeddings import (
 from mmray.evaluation.examples import RetrievalExamples
 from mmray.models.protocol import ImageTextModel, as_model, can_embed
 from mmray.objectives.protocol import Objective, split_objective
+
+if TYPE_CHECKING:
+    from mmray.engine.collectives import Group
 
 
 class Evaluator(EvalDataset):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from mmray.evaluation.batches import Group
+    from mmray.engine.collectives import Group
 
 TIE = 1e-6  # ten times the rounding error of a float32 dot product of unit vectors
 RECALL_AT = (1, 5, 10)
