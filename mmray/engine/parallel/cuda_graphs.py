@@ -14,8 +14,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,12 @@ from torch.autograd.function import once_differentiable
 
 from mmray.engine.batch import BatchShape
 from mmray.engine.parallel.strategy import strategy_class
-from mmray.engine.parallel.transforms import is_forced_eager, may_draw_random_numbers
+from mmray.engine.parallel.transforms import (
+    buffers_of,
+    is_forced_eager,
+    may_draw_random_numbers,
+    with_buffers,
+)
 from mmray.errors import first_line
 
 if TYPE_CHECKING:
@@ -122,7 +127,7 @@ class BranchGraphs:
         self._recorder = recorder
         self._notify = notify
         # A scope of preserve_buffers has copies, which are freed at its end.
-        self._buffers = [(layer, dict(layer._buffers)) for layer in branch.modules()]
+        self._buffers = buffers_of(branch)
         self._calls: Counter[Any] = Counter()
         self._host_shares: dict[Any, Callable[[], float]] = {}
         self._graphs: dict[Any, BranchGraph] = {}
@@ -174,7 +179,7 @@ class BranchGraphs:
             return  # the device is busy anyway
         problem = ""
         try:
-            with _fixed_buffers(self._buffers):
+            with with_buffers(self._buffers):
                 graph = BranchGraph(self._eager, inputs, weights, self._recorder)
             if self._recorder.free_fraction() < FREE_FRACTION:
                 problem = f"they would leave less than {FREE_FRACTION:.0%} of the memory free"
@@ -185,19 +190,6 @@ class BranchGraphs:
             self._failed = True
             self._graphs.clear()
             self._notify("device", f"no CUDA graphs for {self._name}: {problem}")
-
-
-@contextmanager
-def _fixed_buffers(buffers: list[tuple[nn.Module, dict[str, Tensor | None]]]) -> Iterator[None]:
-    """Scope in which layers have these buffers instead of their current ones."""
-    current = [(layer, dict(layer._buffers)) for layer, _ in buffers]
-    for layer, fixed in buffers:
-        layer._buffers.update(fixed)
-    try:
-        yield
-    finally:
-        for layer, values in current:
-            layer._buffers.update(values)
 
 
 class PendingBackward:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmray.engine.collectives import Group
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mmray.config import Optimizer, Train
 
 T = TypeVar("T")
+LayerBuffers = list[tuple[nn.Module, dict[str, Tensor | None]]]
 
 # caption lengths under torch.compile: aligned kernels of attention and matrix products
 TOKEN_MULTIPLE = 16
@@ -129,31 +130,36 @@ def _call_with_static_sizes(compiled: Callable[..., T], *args: object, **kwargs:
     return compiled(*args, **kwargs)
 
 
+def buffers_of(module: nn.Module) -> LayerBuffers:
+    """Return the layers of a module that have buffers, and their buffers by name."""
+    return [(layer, dict(layer._buffers)) for layer in module.modules() if layer._buffers]
+
+
 @contextmanager
-def preserve_buffers(module: nn.Module) -> Iterator[None]:
-    """Context manager in which forwards do not change the buffers (running statistics of
+def with_buffers(buffers: LayerBuffers) -> Iterator[None]:
+    """Context manager in which layers have these buffers instead of their own."""
+    own = [(layer, dict(layer._buffers)) for layer, _ in buffers]
+    for layer, values in buffers:
+        layer._buffers.update(values)
+    try:
+        yield
+    finally:
+        for layer, values in own:
+            layer._buffers.update(values)
+
+
+def preserve_buffers(module: nn.Module) -> AbstractContextManager[None]:
+    """Return a context manager in which forwards do not change the buffers (running statistics of
     BatchNorm).
 
     Forwards use copies. Restoring the old values in place would invalidate graphs that saved the
     originals.
-
-    Args:
-        module: The module, with all its submodules.
     """
-    originals = [
-        (submodule, dict(submodule._buffers))
-        for submodule in module.modules()
-        if submodule._buffers
+    copies: LayerBuffers = [
+        (layer, {name: None if value is None else value.clone() for name, value in own.items()})
+        for layer, own in buffers_of(module)
     ]
-    for submodule, buffers in originals:
-        submodule._buffers.update(
-            {name: None if value is None else value.clone() for name, value in buffers.items()}
-        )
-    try:
-        yield
-    finally:
-        for submodule, buffers in originals:
-            submodule._buffers.update(buffers)
+    return with_buffers(copies)
 
 
 @contextmanager
