@@ -45,8 +45,8 @@ def build_decoder(
     Raises:
         UsageError: The decoder of the export has other sizes.
     """
-    shape = getattr(spec, "decoder", None)  # exports of earlier versions have no such section
-    if shape is None or not shape.depth:
+    shape = spec.decoder
+    if not shape.depth:
         return None
     inputs = spec.inputs
     num_positions = 0 if tower is None else tower.num_positions(inputs.image_side)

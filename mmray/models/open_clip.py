@@ -359,13 +359,8 @@ def _siglip_image(weights: str, model: dict[str, Any]) -> dict[str, Any]:
             "the package open_clip)"
         )
     check_installed("timm", "model.weights", "timm")
-    import timm
-    import torch
-
     try:
-        with torch.device("meta"):
-            trunk: Any = timm.create_model(name, global_pool="map", num_classes=0)
-        block = trunk.blocks[0]
+        block = timm_encoder(name).blocks[0]
         activation = TIMM_ACTIVATIONS[type(block.mlp.act).__name__]
     except (RuntimeError, AttributeError, TypeError, KeyError) as error:
         raise UsageError(
@@ -374,6 +369,15 @@ def _siglip_image(weights: str, model: dict[str, Any]) -> dict[str, Any]:
             f"{first_line(error)}"
         ) from None
     return {"hidden_act": activation, "num_attention_heads": block.attn.num_heads}
+
+
+def timm_encoder(name: str) -> Any:
+    """Return an image encoder of timm with attention pooling, on the meta device."""
+    import timm
+    import torch
+
+    with torch.device("meta"):
+        return timm.create_model(name, global_pool="map", num_classes=0)
 
 
 def _siglip_text(model: dict[str, Any]) -> dict[str, Any]:

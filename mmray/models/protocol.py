@@ -203,11 +203,9 @@ PRETRAINED = WeightSource()
 RANDOM_WEIGHTS = WeightSource(pretrained=False)
 
 
-def saved_layers(architecture: Mapping[str, Any] | None) -> WeightSource:
-    """Return the source of a model with random weights and the layers of a checkpoint or export;
-    None, of earlier versions: those of the settings.
-    """
-    return WeightSource(pretrained=False, saved=architecture or {})
+def saved_layers(architecture: Mapping[str, Any]) -> WeightSource:
+    """Return the source of a model with random weights and the layers of a checkpoint or export."""
+    return WeightSource(pretrained=False, saved=architecture)
 
 
 class ImageTextModel(Model):

@@ -159,7 +159,7 @@ def train_kind(
     torch.manual_seed(3)
     shards = strategy_class(toy.train_settings(parallel=parallel)).shards_weights
     device = "meta" if shards and group.rank > 0 else "cpu"
-    model = build_on(device, spec, VOCAB, saved_layers(ARCHITECTURES.get(kind)))
+    model = build_on(device, spec, VOCAB, saved_layers(ARCHITECTURES.get(kind, {})))
     model.double().train()
     for branch in model.branches().values():
         if checkpointing:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer
 
 from mmray.data.text.tokenizer import is_clip_bpe
@@ -170,8 +169,7 @@ def _timm_name(image: dict[str, Any]) -> str:
     side = image["image_size"]
     patch = image["patch_size"]
     for name in timm.list_models(f"vit_*_patch{patch}_siglip*"):
-        with torch.device("meta"):
-            trunk: Any = timm.create_model(name, global_pool="map", num_classes=0)
+        trunk = open_clip.timm_encoder(name)
         block = trunk.blocks[0]
         if (
             trunk.patch_embed.img_size == (side, side)

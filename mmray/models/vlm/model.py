@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from mmray.data.messages import Message
 from mmray.data.stream.collate import Batch
@@ -271,10 +272,7 @@ class Vlm(Model):
         """Return the sum of the losses [N] of the targets of each row, and the number of these
         targets, float32 [R].
         """
-        size = batch["cu_seqlens"][1:] if "cu_seqlens" in batch else batch["input_ids"]
-        sums = losses.new_zeros(2, len(size))
-        values = torch.stack([losses, torch.ones_like(losses)])
-        sums.index_add_(1, self._conversation_of(batch), values)
+        sums = _sum_by_conversation(batch, torch.stack([losses, torch.ones_like(losses)]))
         # Only valid rows have a conversation.
         of_row = (batch["valid"].cumsum(0) - 1).clamp(min=0)
         return dict(zip((ROW_LOSSES, ROW_COUNTS), sums[:, of_row], strict=True))
@@ -294,13 +292,6 @@ class Vlm(Model):
             "num_targets": self._sum_by_answer(batch, ones),
         }
 
-    def _conversation_of(self, batch: Batch) -> Tensor:
-        """Return the index of the conversation of each target in the batch, int64 [N]."""
-        index = batch["target_index"]
-        if "cu_seqlens" in batch:
-            return torch.searchsorted(batch["cu_seqlens"][1:].long(), index, right=True)
-        return index // batch["input_ids"].shape[1]
-
     def _log_probs(self, batch: Batch) -> Tensor:
         """Return the weighted sum of the log-probabilities of the targets of each answer [R, 2]."""
         hidden = self.hidden_states(batch).flatten(0, 1)[batch["target_index"]]
@@ -311,9 +302,7 @@ class Vlm(Model):
 
     def _sum_by_answer(self, batch: Batch, values: Tensor) -> Tensor:
         """Return the sum of values [N] of targets for each chosen and rejected answer, [R, 2]."""
-        packed = "cu_seqlens" in batch
-        num = len(batch["cu_seqlens"]) - 1 if packed else len(batch["input_ids"])
-        sums = values.new_zeros(num).index_add(0, self._conversation_of(batch), values)
+        sums = _sum_by_conversation(batch, values)
         # Those with the chosen answers are first, and each half may have a dummy row.
         return sums.view(2, -1).T[: len(batch["reference"])]
 
@@ -508,23 +497,19 @@ class Vlm(Model):
     def _left_padded(self, rows: list[EncodedRow]) -> dict[str, Any]:
         """Return the inputs of `generate`."""
         device = self.mean.device
-        width = max(len(row.input_ids) for row in rows)
         inputs: dict[str, Any] = {
             name: column.to(device) for name, column in join_media(rows).items()
         }
         if inputs:
             inputs |= self._image_inputs(inputs)
-        ids = torch.full((len(rows), width), self._pad_id)
-        mask = torch.zeros(len(rows), width, dtype=torch.long)
-        for index, row in enumerate(rows):
-            length = len(row.input_ids)
-            ids[index, width - length :] = torch.from_numpy(row.input_ids)
-            mask[index, width - length :] = 1
+        prompts = [torch.from_numpy(row.input_ids).long() for row in rows]
+        ids = pad_sequence(prompts, True, self._pad_id, padding_side="left")
+        mask = pad_sequence([*map(torch.ones_like, prompts)], True, padding_side="left")
         if self.family.token_types:
             types = token_types(ids, self.net.config)
             inputs[self.family.token_types] = types.to(device)
         if self.family == GENERAL:
-            columns = padded_columns(rows, width, on_left=True).items()
+            columns = padded_columns(rows, ids.shape[1], on_left=True).items()
             inputs = self._taken(inputs | {name: column.to(device) for name, column in columns})
         return inputs | {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
@@ -548,6 +533,19 @@ class Vlm(Model):
             yield
         finally:
             self.packed = packed
+
+
+def _sum_by_conversation(batch: Batch, values: Tensor) -> Tensor:
+    """Return the sums [..., R] of values [..., N] of the targets of each conversation."""
+    index = batch["target_index"]
+    if "cu_seqlens" in batch:
+        ends = batch["cu_seqlens"][1:].long()
+        num = len(ends)
+        conversation = torch.searchsorted(ends, index, right=True)
+    else:
+        num, length = batch["input_ids"].shape
+        conversation = index // length
+    return values.new_zeros(*values.shape[:-1], num).index_add(-1, conversation, values)
 
 
 def _build(weights: str, source: WeightSource) -> Any:
