@@ -6,7 +6,7 @@ Its gradient at each output is computed between the two passes of a step (step.p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -150,7 +150,17 @@ def build_grad_cache(
     """
     group = state.group
     parts = state.parts
-    counts = _local_counts(parts, batch.micro_batches, stop)
+    # Of the global and of the local loss, and the stop request.
+    none = batch.micro_batches[0]["valid"].new_zeros(0, dtype=torch.float64)
+    counts = [
+        none
+        if loss is None
+        else torch.stack([loss.count(rows).reshape(-1) for rows in batch.micro_batches])
+        .double()
+        .sum(0)
+        for loss in (parts.global_loss, parts.local_loss)
+    ]
+    counts.append(none.new_full((1,), stop))
     if embeddings and parts.pairwise_loss is None:
         gathered = gather_outputs(group, embeddings, parts.gathered_names, batch, counts)
     else:
@@ -186,20 +196,6 @@ def build_grad_cache(
             cache.by_source[2].index_add_(0, rows["source"], norms)
         cache.add_means({"loss": loss.loss_sum, **loss.metric_sums}, global_counts)
     return cache
-
-
-def _local_counts(
-    parts: ObjectiveParts, micro_batches: list[Batch], stop: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return float64 vectors: counts of the global and of the local loss, and the stop request."""
-    none = micro_batches[0]["valid"].new_zeros(0, dtype=torch.float64)
-    global_counts, local_counts = (
-        none
-        if loss is None
-        else torch.stack([loss.count(rows).reshape(-1) for rows in micro_batches]).double().sum(0)
-        for loss in (parts.global_loss, parts.local_loss)
-    )
-    return global_counts, local_counts, none.new_full((1,), stop)
 
 
 def _weighted(loss_sum: Tensor, weights: Tensor) -> Tensor:
@@ -327,7 +323,7 @@ class GatheredOutputs:
         shapes: Shapes of this rank's outputs by name, in the order of `packed`.
     """
 
-    counts: tuple[Tensor, ...]
+    counts: Sequence[Tensor]
     packed: Tensor | None = None
     columns: dict[str, Any] | None = None
     shapes: dict[str, torch.Size] = field(default_factory=dict)
@@ -338,7 +334,7 @@ def gather_outputs(
     embeddings: Outputs,
     names: tuple[str, ...],
     batch: LocalBatch,
-    counts: tuple[Tensor, ...],
+    counts: list[Tensor],
 ) -> GatheredOutputs:
     """Gather outputs of all ranks, padded to `batch.rows` a rank, and sum the counts, in one
     collective.

@@ -190,7 +190,9 @@ class MemoryProbe:
         self._together = state.strategy.is_sharded or any(
             isinstance(layer, nn.SyncBatchNorm) for layer in state.model.modules()
         )
-        self._headroom = headroom_bytes(group.device) if batch_shape.auto else 0
+        self._headroom = 0  # bytes of a GPU that stay free
+        if batch_shape.auto and group.device.type == "cuda":
+            self._headroom = int(HEADROOM * torch.cuda.mem_get_info(group.device)[1])
         # The largest size that fits so far, the bytes of its activations, and of a further row.
         self._largest = self._activations = self._row_bytes = 0
         self._problem = ""  # the last error of the device
@@ -459,13 +461,6 @@ def free_bytes(group: Group, headroom: int = 0) -> float:
     if group.device.type == "cuda":
         return torch.cuda.mem_get_info(group.device)[0] - headroom
     return HOST_FRACTION * free_memory() / group.ranks_on_node
-
-
-def headroom_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU that `batch.micro auto` leaves free, 5 % of its memory; 0 for a
-    CPU.
-    """
-    return int(HEADROOM * torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else 0
 
 
 class SavedBytes:

@@ -17,6 +17,7 @@ from contextlib import (
     suppress,
 )
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -53,7 +54,7 @@ from mmray.engine.parallel.transforms import (
 )
 from mmray.engine.precision import seed_everything
 from mmray.engine.prefetch import register_pinned
-from mmray.engine.run_state import CheckpointState, DestinationFn, LoadCheckpointFn, TrainSpec
+from mmray.engine.run_state import CheckpointState, DestinationFn, TrainSpec
 from mmray.engine.worker_context import (
     DriverHandle,
     ProgressReporter,
@@ -130,7 +131,7 @@ def train_worker(
         group=group,
         train=config.train,
         optimizer=config.optimizer,
-        save=_save_fn(checkpoints, plan, base, driver),
+        save=partial(_save, checkpoints, plan, base, driver),
         evaluate=_evaluate_fn(context, group, objective, plan.global_batch_size, driver, log),
         evaluate_every=config.evaluate.every,
         log=log,
@@ -152,7 +153,8 @@ def train_worker(
             blocks, config, context.folder, context.reader, decoder, plan, driver.count_bad_row
         )
         steps = _report_first(_micro_batches(readable, context, resume_point, model, group), driver)
-        outcome = loop.train_loop(spec, steps, _load_fn(checkpoint, model, base, driver))
+        load = None if checkpoint is None else partial(_load, checkpoint, model, base, driver)
+        outcome = loop.train_loop(spec, steps, load)
     return result_fields(**vars(outcome))
 
 
@@ -261,26 +263,21 @@ def _micro_batches(
     )
 
 
-def _load_fn(
-    checkpoint: AnyPath | None, model: nn.Module, base: FrozenBase | None, driver: DriverHandle
-) -> LoadCheckpointFn | None:
-    """Return the function that reads the state of a checkpoint, with the frozen weights that it
-    leaves out; None without a checkpoint.
-    """
-    if checkpoint is None:
-        return None
+def _load(
+    checkpoint: AnyPath,
+    model: nn.Module,
+    base: FrozenBase | None,
+    driver: DriverHandle,
+    destination: DestinationFn,
+) -> CheckpointState:
+    """Read the state of a checkpoint, with the frozen weights that it leaves out."""
+    from mmray.engine.checkpoint import state_io
+
     driver.stage("loading the checkpoint")
-
-    def load(destination: DestinationFn) -> CheckpointState:
-        from mmray.engine.checkpoint import state_io
-
-        on_read = driver.heartbeat.count_progress
-        state = state_io.load(checkpoint, destination, on_read=on_read)
-        if base is not None:
-            base.add_to(state, model)
-        return state
-
-    return load
+    state = state_io.load(checkpoint, destination, on_read=driver.heartbeat.count_progress)
+    if base is not None:
+        base.add_to(state, model)
+    return state
 
 
 def _report_first(steps: Iterable[list[Batch]], driver: DriverHandle) -> Iterator[list[Batch]]:
@@ -358,26 +355,24 @@ def _checkpoint_manager(
     )
 
 
-def _save_fn(
+def _save(
     checkpoints: CheckpointManager | None,
     plan: SamplePlan,
     base: FrozenBase | None,
     driver: DriverHandle,
-) -> Callable[[int, CheckpointState, dict[str, Any], bool], float | None]:
-    """Return the function that saves a checkpoint; it saves nothing on ranks without a manager."""
-
-    def save(
-        step: int, state: CheckpointState, metrics: dict[str, Any], last: bool
-    ) -> float | None:
-        if last:
-            driver.phase("saving the last checkpoint")
-        if checkpoints is None:
-            return None
-        if base is not None:
-            state = base.remove_from(state)
-        return checkpoints.save(step, plan.rows_start(step), state, metrics, last)
-
-    return save
+    step: int,
+    state: CheckpointState,
+    metrics: dict[str, Any],
+    last: bool,
+) -> float | None:
+    """Save a checkpoint, as `TrainSpec.save`; nothing on ranks without a manager."""
+    if last:
+        driver.phase("saving the last checkpoint")
+    if checkpoints is None:
+        return None
+    if base is not None:
+        state = base.remove_from(state)
+    return checkpoints.save(step, plan.rows_start(step), state, metrics, last)
 
 
 def _evaluate_fn(

@@ -22,7 +22,7 @@ from mmray.config import Config
 from mmray.engine.worker_context import TRAINING
 from mmray.errors import ForceExit, Log, ResourceError
 from mmray.training import RunReporter
-from mmray.training.workers.coordinator import Updates
+from mmray.training.workers.coordinator import Request, Updates
 
 if TYPE_CHECKING:
     from mmray.engine.batch import BatchShape
@@ -109,11 +109,8 @@ class Workers(Protocol):
                 again.
         """
 
-    def request_stop(self) -> None:
-        """Request that all ranks save a checkpoint after the next step and end."""
-
-    def request_stacks(self) -> None:
-        """Request that all ranks write the stacks of their threads to the run's folder."""
+    def request(self, name: Request) -> None:
+        """Send a request to all ranks."""
 
     def kill(self, heartbeats: Sequence[HeartbeatRecord]) -> None:
         """Send SIGKILL to the processes of the ranks."""
@@ -248,13 +245,6 @@ class RunProgress:
     logged: bool = False
     wasted_steps: int = 0
 
-    def update(self, message: dict[str, Any]) -> None:
-        """Store the values that a message of a worker reports (`Coordinator.push` lists them)."""
-        self.wasted_steps += message.get(WASTED_STEPS, 0)
-        if "step" in message:
-            self.last_step = message["step"]
-            self.logged = True
-
 
 @dataclass
 class AttemptMonitor:
@@ -345,7 +335,7 @@ class AttemptMonitor:
         if self.stop_reason is None:
             self.stop_reason = reason
             self.reporter.log(message, "stop")
-            self.workers.request_stop()
+            self.workers.request("stop")
 
     def on_signal(self, _: int, __: FrameType | None) -> None:
         """Handle Ctrl-C or SIGTERM (a handler of signal.signal): stop at a checkpoint after the
@@ -370,8 +360,8 @@ class AttemptMonitor:
         self._num_received += len(messages)
         self.heartbeats = [HeartbeatRecord(**record) for record in records]
         self.started |= bool(records)
-        for message in messages:
-            self.progress.update(message)
+        for message in messages:  # `Coordinator.push` lists them
+            self.progress.wasted_steps += message.get(WASTED_STEPS, 0)
             self.batch_shape = message.get("batch_shape", self.batch_shape)
             if "stage" in message:  # sent by DriverHandle.stage
                 self.trained |= message["stage"] == TRAINING
@@ -381,6 +371,8 @@ class AttemptMonitor:
             if "note" in message:  # a console line, of DriverHandle.notify
                 self.reporter.log(message["note"], message["label"])
             if "step" in message:  # a logged line of metrics
+                self.progress.last_step = message["step"]
+                self.progress.logged = True
                 self.reporter.step(message, self.total_steps)
 
     def _check_start(self, now_s: float) -> None:
@@ -407,7 +399,7 @@ class AttemptMonitor:
             return
         self.hang = hang
         self.reporter.log(f"{hang}; stacks are written to stacks/ in the run's folder", "hang")
-        self.workers.request_stacks()
+        self.workers.request("stacks")
         time.sleep(STACKS_WAIT_S)
         self.workers.kill(self.heartbeats)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import orjson
 
 from mmray.config import Clip, Config
@@ -46,17 +45,15 @@ def open_references(
     sets = _sets_of(train_set)
     identities = [_read_identity(config, each, processor_digest) for each in sets]
     model = _only_model("objective.reference", column, identities, "weights_digest")
-    has_values = ~np.isnan(
-        np.concatenate([_read_column(each, f"{column}_chosen") for each in sets])
-    )
-    text = f"{column} of {has_values.sum():,} rows, by {model['weights']}"
-    num_missing = int((~has_values).sum())
+    num_missing = sum(_num_missing(each, f"{column}_chosen") for each in sets)
+    num_known = sum(each.num_rows for each in sets) - num_missing
+    text = f"{column} of {num_known:,} rows, by {model['weights']}"
     if num_missing:
         text += (
             f"; {num_missing:,} rows without a rejected answer, or unreadable ones, are not used"
         )
     reporter.log(text, "reference")
-    if not has_values.any():
+    if not num_known:
         raise DataError(f"objective.reference: no row of {config.data.train} has {column}")
     return ReferenceLogProbs(column, model["weights"], model["weights_digest"])
 
@@ -83,8 +80,7 @@ def open_teacher(
     for prepared in sets:
         option = "" if column == Objective().teacher else f" --name {column}"
         command = f"mmray score {prepared.folder} --weights TEACHER --embeddings{option}"
-        file = prepared.folder / COLUMNS_DIR / column / IDENTITY
-        identity = orjson.loads(file.read_bytes()) if file.exists() else {}
+        identity = _read_json(prepared, column)
         known = column_types(prepared.manifest.columns)
         if not {texts, image} <= {*known} or identity.get("logit_scale") is None:
             raise DataError(
@@ -161,13 +157,12 @@ def _read_identity(config: Config, prepared: PreparedSet, processor_digest: str)
         command += f" --name {column}"
     if spec.inputs != type(spec.inputs)(max_tokens=spec.inputs.max_tokens):
         command += " --config FILE, where FILE has what `mmray train ... --print-config` prints"
-    file = prepared.folder / COLUMNS_DIR / f"{column}_chosen" / IDENTITY
-    if f"{column}_chosen" not in prepared.manifest.columns or not file.exists():
+    identity = _read_json(prepared, f"{column}_chosen")
+    if f"{column}_chosen" not in prepared.manifest.columns or not identity:
         raise DataError(
             f"objective.reference: {prepared.folder} has no log-probabilities `{column}` of a "
             f"reference model: run {command}"
         )
-    identity: dict[str, str] = orjson.loads(file.read_bytes())
     if identity.get("processor") != processor_digest:
         raise DataError(
             f"objective.reference: `{column}` of {prepared.folder} is of {identity['weights']} "
@@ -177,12 +172,18 @@ def _read_identity(config: Config, prepared: PreparedSet, processor_digest: str)
     return identity
 
 
-def _read_column(prepared: PreparedSet, name: str) -> np.ndarray:
-    """Return a column of numbers, float64, NaN for missing values."""
-    shards: Sequence[Any] = [shard for shard in prepared.shards if shard.num_kept]
+def _read_json(prepared: PreparedSet, group: str) -> dict[str, Any]:
+    """Return the content of the file IDENTITY in a folder of columns; {} without it."""
+    file = prepared.folder / COLUMNS_DIR / group / IDENTITY
+    return orjson.loads(file.read_bytes()) if file.exists() else {}
+
+
+def _num_missing(prepared: PreparedSet, name: str) -> int:
+    """Return the number of rows without a value of a column, of those that a run uses."""
+    shards = [shard for shard in prepared.shards if shard.num_kept]
     parts = prepared.values.read([shard.key for shard in shards], [name])
-    values = [np.zeros(0)]
+    missing = 0
     for shard, columns in zip(shards, parts, strict=True):
-        column = columns[name].to_numpy(zero_copy_only=False)
-        values.append(column[shard.kept])
-    return np.concatenate(values)
+        is_null = columns[name].is_null().to_numpy(zero_copy_only=False)
+        missing += int(is_null[shard.kept].sum())
+    return missing

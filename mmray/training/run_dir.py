@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -158,10 +157,11 @@ def select_run(
     Raises:
         UsageError: Resuming would change the run. The message lists the differences.
     """
-    inspect = partial(
-        _compare_run, config=config, data=data, steps=steps, keep_shuffle=keep_shuffle
+    return select_folder(
+        config.run,
+        config.recipe,
+        lambda path: _compare_run(path, config, data, steps, keep_shuffle),
     )
-    return select_folder(config.run, config.recipe, inspect)
 
 
 def _compare_run(

@@ -95,51 +95,28 @@ def _check_selection(prefix: str, addresses: Sequence[str], config: Config) -> N
         # Opening one that does not exist raises an error, or finds where it was moved.
         if manifest is not None or path.exists():
             manifests[address] = manifest
+    prepare = config.prepare
     if where is not None:
-        computes = config.prepare.compute is not None  # columns with any names
-        kept = (KEEP_ALL,) if computes else config.prepare.keep
-        _check_where(f"data.{prefix}where", where, manifests, kept)
-    if captions is not None and manifests.keys() == set(addresses):
-        setting = f"data.{prefix}captions"
-        _check_captions(setting, captions, manifests, text_columns(config.prepare.columns))
-
-
-def _check_where(
-    setting: str,
-    where: str,
-    manifests: Mapping[str, Manifest | None],
-    kept_columns: tuple[str, ...],
-) -> None:
-    """Raise UsageError if a set lacks a column of an expression; a raw source will have
-    `kept_columns`.
-    """
-    types: Mapping[str, str | None] | None
-    for address, manifest in manifests.items():
-        if manifest is not None:
-            types = column_types(manifest.columns)
-        else:
-            types = None if kept_columns == (KEEP_ALL,) else dict.fromkeys(kept_columns)
-        check_where(where, types, address, setting)
-
-
-def _check_captions(
-    setting: str,
-    captions: str,
-    manifests: Mapping[str, Manifest | None],
-    columns_of_source: Sequence[str],
-) -> None:
-    """Raise UsageError if no set has a column of `data.captions`; a raw source will have
-    `columns_of_source`.
-    """
-    caption_columns: list[str] = []
+        types: Mapping[str, str | None] | None
+        for address, manifest in manifests.items():
+            if manifest is not None:
+                types = column_types(manifest.columns)
+            elif prepare.compute is not None or prepare.keep == (KEEP_ALL,):
+                types = None  # columns with any names
+            else:
+                types = dict.fromkeys(prepare.keep)
+            check_where(where, types, address, f"data.{prefix}where")
+    if captions is None or manifests.keys() != set(addresses):
+        return
+    known: list[str] = []
     for manifest in manifests.values():
-        caption_columns += columns_of_source if manifest is None else manifest.text_columns
+        known += text_columns(prepare.columns) if manifest is None else manifest.text_columns
     for name in parse_captions(captions):
-        if name not in caption_columns:
+        if name not in known:
             hint = "`mmray prepare --columns text=NAME,NAME` stores several columns of captions"
             raise UsageError(
-                f"{setting}: {', '.join(manifests)} has no column of captions `{name}`; "
-                f"{suggest(name, caption_columns) if caption_columns else hint}"
+                f"data.{prefix}captions: {', '.join(manifests)} has no column of captions "
+                f"`{name}`; {suggest(name, known) if known else hint}"
             )
 
 

@@ -56,11 +56,8 @@ class ScriptedWorkers(Workers):
         ]
         return self.messages[num_received:], ranks
 
-    def request_stop(self) -> None:
-        self.stop_requested = True
-
-    def request_stacks(self) -> None:
-        pass
+    def request(self, name: str) -> None:
+        self.stop_requested |= name == "stop"
 
     def kill(self, heartbeats: Any) -> None:
         pass

@@ -267,7 +267,7 @@ def monitored(workers, reporter):
 
 def test_ctrl_c_exits_at_once_before_the_first_step_and_at_the_second():
     workers, reporter = FakeWorkers(1, {"stage": "dry run"}), Silent()
-    workers.request_stop = lambda: None
+    workers.request = lambda name: None
     monitor = monitored(workers, reporter)
     monitor.read_updates()
     with pytest.raises(ForceExit):
@@ -282,7 +282,7 @@ def test_ctrl_c_exits_at_once_before_the_first_step_and_at_the_second():
 
 def test_caller_stops_the_attempt_as_ctrl_c_does():
     requests, workers = [], FakeWorkers(1)
-    workers.request_stop = lambda: requests.append("stop")
+    workers.request = requests.append
     monitor = monitored(workers, Silent())
     monitor.should_stop, monitor.stop_reason = lambda: True, "resize"
     for _ in range(2):

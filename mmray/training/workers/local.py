@@ -50,7 +50,7 @@ from mmray.training.workers.backend import (
     run_in_thread,
     select_cause,
 )
-from mmray.training.workers.coordinator import IMPORTING, Coordinator, Updates
+from mmray.training.workers.coordinator import IMPORTING, Coordinator, Request, Updates
 from mmray.training.workers.rank import (
     CoordinatorClient,
     configure_process,
@@ -354,11 +354,8 @@ class LocalWorkers(Workers):
     def drain(self, num_received: int) -> Updates:
         return self._coordinator.drain(num_received)
 
-    def request_stop(self) -> None:
-        self._coordinator.request("stop")
-
-    def request_stacks(self) -> None:
-        self._coordinator.request("stacks")
+    def request(self, name: Request) -> None:
+        self._coordinator.request(name)
 
     def kill(self, heartbeats: Sequence[HeartbeatRecord]) -> None:
         self.close()

@@ -47,7 +47,7 @@ from mmray.training.workers.backend import (
     run_in_thread,
     select_cause,
 )
-from mmray.training.workers.coordinator import Updates
+from mmray.training.workers.coordinator import Request, Updates
 from mmray.training.workers.inputs import local_inputs
 from mmray.training.workers.rank import measure_in_rank
 from mmray.training.workers.ray_trainer import (
@@ -281,7 +281,7 @@ class RayWorkers(Workers):
             poll()
         self._coordinator = start_coordinator(self.bad_rows)
         if self._stop_requested:
-            self.request_stop()
+            self.request("stop")
         trainer = torch_trainer(
             self.loop,
             self.config.cluster.group_timeout_s,
@@ -302,13 +302,11 @@ class RayWorkers(Workers):
             return [], []
         return messages, heartbeats
 
-    def request_stop(self) -> None:
-        self._stop_requested = True
-        if self._coordinator is not None:
-            self._coordinator.request.remote("stop")
-
-    def request_stacks(self) -> None:
-        self._coordinator.request.remote("stacks")
+    def request(self, name: Request) -> None:
+        if self._coordinator is None:
+            self._stop_requested |= name == "stop"
+        else:
+            self._coordinator.request.remote(name)
 
     def kill(self, heartbeats: Sequence[HeartbeatRecord]) -> None:
         placement.kill_processes(
