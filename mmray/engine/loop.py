@@ -227,15 +227,13 @@ class Trainer:
         spec = self.spec
         meter = self.meter
         step = self.progress.step - 1
-        by_source = result.by_source.flatten()
-        local_sums = [*result.means.values(), *meter.token_counts, *by_source]
+        local_sums = [*result.means.values(), meter.token_counts, result.by_source]
         local = meter.compute()
         for callback in spec.callbacks:
             if isinstance(callback, HasMetrics):
                 local |= callback.compute_metrics(step + 1)
         sums, reduced = reduce_over_ranks(spec.group, local_sums, local)
-        means = dict(zip(result.means, sums, strict=False))
-        token_counts = sums[len(means) : len(sums) - len(by_source)]
+        *means, token_counts, by_source = sums
         meter.token_counts.zero_()
         metrics: Metrics = {
             "step": step + 1,
@@ -244,7 +242,7 @@ class Trainer:
             "rows_stop": spec.plan.rows_start(step + 1),
             "rows_sha": rows_sha(spec.group.all_gather_variable(keys)),
         }
-        metrics |= {f"train/{name}": mean for name, mean in means.items()}
+        metrics |= {f"train/{name}": mean for name, [mean] in zip(result.means, means, strict=True)}
         metrics |= {f"train/{name}": float(value) for name, value in result.scalars.items()}
         metrics["train/lr"] = lr_at(step, spec.optimizer, spec.plan.steps)
         metrics["train/grad_norm"] = result.grad_norm
@@ -255,7 +253,7 @@ class Trainer:
         else:
             metrics["batch/tokens"] = shape.micro_tokens
         metrics |= padding_fractions(token_counts)
-        metrics |= source_metrics(spec.sources, sums[len(sums) - len(by_source) :])
+        metrics |= source_metrics(spec.sources, by_source)
         return metrics | spec.static_metrics | reduced
 
     def _evaluate(self) -> Metrics:

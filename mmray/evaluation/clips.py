@@ -86,7 +86,7 @@ class ClipEvaluator(EvalDataset):
         bad_rows = self.count_bad_rows(len(identity), group)
         metrics = hits.metrics(group)
         clip_s = self.inputs.clip_s
-        examples = RetrievalExamples(self.prepared, group.device, self.max_pixels, clip_s)
+        examples = RetrievalExamples(self.prepared, self.max_pixels, clip_s)
         present = {name: embed.any(dim=1) for name, embed in embeds.items()}
         for query, gallery in permutations(embeds, 2):
             clips = (present[query] & present[gallery]).nonzero().flatten()

@@ -30,7 +30,7 @@ from mmray.data.store.stored_row import Media, Row
 from mmray.data.vlm.chat_template import RowError
 from mmray.data.vlm.encoder import EncodedRow
 from mmray.data.vlm.reader import ADAPTERS_OFF, ConversationReader, ReferenceLogProbs
-from mmray.evaluation.answers import anls, exact_match, vqa_accuracy
+from mmray.evaluation.answers import References, anls, exact_match, vqa_accuracy
 from mmray.evaluation.batches import EvalReader, OnProgress, SaveExamples
 from mmray.evaluation.embeddings import eval_mode, in_lockstep, steps_in_lockstep
 from mmray.models.lora import adapted_layers
@@ -142,8 +142,6 @@ class ConversationEvaluator(EvalReader):
             examples = answer_examples(answers, self.prepared, self.reader.question)
             save_examples({"rows": int(rows)} | examples)
         mean = loss / max(1.0, tokens)
-        num_pairs, *pair_sums = of_pairs
-        names = ("preference_loss", *PREFERENCE_METRICS) if num_pairs else ()
         metrics = {
             "loss": mean,
             "perplexity": math.exp(min(mean, 700.0)),  # exp of more is infinite
@@ -151,7 +149,7 @@ class ConversationEvaluator(EvalReader):
             "tokens": tokens,
             "rows": rows,
             "bad_rows": float(bad_rows),
-            **{name: each / num_pairs for name, each in zip(names, pair_sums, strict=False)},
+            **_preference_metrics(*of_pairs),
         }
         if choices:
             metrics |= {"choice_accuracy": chosen / choices, "choice_rows": choices}
@@ -159,12 +157,7 @@ class ConversationEvaluator(EvalReader):
             return metrics
         texts = [answer.text for answer in answers]
         references = [answer.references for answer in answers]
-        metrics |= {
-            "exact_match": exact_match(texts, references),
-            "vqa_accuracy": vqa_accuracy(texts, references),
-            "anls": anls(texts, references),
-            "answered": float(len(texts)),
-        }
+        metrics |= answer_scores(texts, references)
         return self.add_own_metrics(metrics, group, texts, references)
 
     def _open_pairs(self, model: Vlm) -> ConversationReader | None:
@@ -331,10 +324,30 @@ class ConversationEvaluator(EvalReader):
         return sorted(chain.from_iterable(group.all_gather_objects(own_answers)))
 
 
+def _preference_metrics(num_pairs: float, *sums: float) -> dict[str, float]:
+    """Return the means over rows with both answers; {} without such rows."""
+    names = ("preference_loss", *PREFERENCE_METRICS)
+    return {name: value / num_pairs for name, value in zip(names, sums, strict=True) if num_pairs}
+
+
 def without_reasoning(text: str) -> str:
     """Return an answer without its reasoning, as chat templates split it at the last `</think>`."""
     reasoning, _, answer = text.rpartition("</think>")
     return answer.lstrip("\n") if reasoning else answer
+
+
+def answer_scores(texts: Sequence[str], references: References) -> dict[str, float]:
+    """Compare generated answers with the correct ones.
+
+    Returns:
+        `exact_match`, `vqa_accuracy` and `anls` (0 to 1), and `answered` (number of rows).
+    """
+    return {
+        "exact_match": exact_match(texts, references),
+        "vqa_accuracy": vqa_accuracy(texts, references),
+        "anls": anls(texts, references),
+        "answered": float(len(texts)),
+    }
 
 
 def answer_examples(

@@ -96,10 +96,7 @@ def embed_dataset(
         name: [torch.zeros(0, dtype=torch.int64)] for name in (*ROW_COLUMNS, *CAPTION_COLUMNS)
     }
     with eval_mode(model):
-        # For a rank without rows. Of two rows, because torch.compile makes other graphs for one.
-        two = torch.arange(2)
-        synthetic = synthetic_batch(data.inputs, vocab_size=1, rows=2, device=group.device)
-        synthetic |= {"row": two, "caption_row": two}
+        synthetic = _synthetic_batch(data, group.device)
         outputs = model(synthetic)
         has_captions = with_texts and "caption_losses" in outputs
         losses = [torch.zeros(0, 2, dtype=torch.float64)]
@@ -141,6 +138,16 @@ def embed_dataset(
         | perplexity(gather_rows(losses, group), data.encoder.has_start),
         scalar_outputs={name: outputs[name].detach() for name in objective.scalar_output_names},
     )
+
+
+def _synthetic_batch(data: EvalDataset, device: torch.device) -> Batch:
+    """Return a batch for a rank without rows.
+
+    It has two rows, because torch.compile makes separate graphs for one.
+    """
+    row = torch.arange(2)
+    batch = synthetic_batch(data.inputs, vocab_size=1, rows=2, device=device)
+    return batch | {"row": row, "caption_row": row}
 
 
 def _embed_captions(

@@ -120,7 +120,7 @@ class Evaluator(EvalDataset):
         save_examples: SaveExamples | None,
     ) -> dict[str, float]:
         """Return recall and median rank in both directions, and save examples."""
-        examples = RetrievalExamples(self.prepared, group.device, self.max_pixels)
+        examples = RetrievalExamples(self.prepared, self.max_pixels)
         metrics: dict[str, float] = {}
         ranks = embedded.rank(group)
         for direction, ranked in ranks.items():

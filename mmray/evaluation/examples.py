@@ -15,7 +15,6 @@ from mmray.data.images.transform import thumbnail
 from mmray.data.media.excerpt import make_excerpt
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Row
-from mmray.evaluation import retrieval
 from mmray.evaluation.retrieval import TIE, RankedDirection, full_precision
 
 NUM_SHOWN = 6  # hits, and misses, per direction
@@ -46,10 +45,9 @@ def top_k(
     gallery: Tensor,
     is_correct: Tensor,
     k: int,
-    device: torch.device | str = "cpu",
     index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gallery items with the highest scores for each query.
+    """Return the gallery items with the highest scores for each of a few queries.
 
     The score is the dot product in float32. Of scores that differ by less than TIE (1e-6), those of
     incorrect pairs come first. NaN counts as infinity for an incorrect pair and as minus infinity
@@ -65,13 +63,8 @@ def top_k(
         Numbers of gallery items, int64, and their scores, float32, both [Q, min(k, G)] on the CPU,
         the best one first.
     """
-    query = queries.to(device, torch.float32)
-    with full_precision(device):
-        parts = [
-            (query @ rows.to(device, torch.float32).T).cpu()
-            for rows in gallery.split(retrieval.CHUNK)
-        ]
-    scores = torch.cat(parts, dim=1)
+    with full_precision("cpu"):
+        scores = queries.float() @ gallery.float().T
     if index is not None:
         scores = scores[:, index]
     scores = torch.where(scores.isnan(), torch.where(is_correct, -torch.inf, torch.inf), scores)
@@ -89,7 +82,6 @@ class RetrievalExamples:
 
     Args:
         prepared: The set, for texts and media.
-        device: Where scores are computed.
         max_pixels: Images with more pixels are not decoded.
         clip_s: Longest clip of audio and video in seconds; None: the set has images.
 
@@ -100,12 +92,10 @@ class RetrievalExamples:
     def __init__(
         self,
         prepared: PreparedSet,
-        device: torch.device,
         max_pixels: int,
         clip_s: float | None = None,
     ) -> None:
         self._prepared = prepared
-        self._device = device
         self._max_pixels = max_pixels
         self._clip_s = clip_s
         self._directions: dict[str, list[dict[str, Any]]] = {}
@@ -128,9 +118,7 @@ class RetrievalExamples:
         k = NUM_RETRIEVED if has_images else NUM_RETRIEVED_CLIPS
         is_correct = torch.stack([ranked.is_correct(query) for query in shown_queries.tolist()])
         embeds = queries.embeds[queries.embed_index[shown_queries]]
-        best, scores = top_k(
-            embeds, gallery.embeds, is_correct, k, self._device, gallery.embed_index
-        )
+        best, scores = top_k(embeds, gallery.embeds, is_correct, k, gallery.embed_index)
         columns = (
             shown_queries,
             ranked.ranks[shown_queries],

@@ -52,7 +52,7 @@ def test_collectives_keep_rank_order_and_reduce_metrics(two):
         scenario = result["collectives"]
         assert scenario["uneven"].tolist() == [0, 0, 1, 1, 1]
         sums, own = scenario["reduced"]
-        assert sums == [3.0]
+        assert sums == [[3.0]]
         assert own == dict.fromkeys(maxima, 3.0) | {"time/step_s": 2.0, "gpu/busy": 2.0}
 
 

@@ -87,29 +87,30 @@ class Meter:
 
 def reduce_over_ranks(
     group: Group, sums: list[Tensor], local: Metrics
-) -> tuple[list[float], Metrics]:
+) -> tuple[list[list[float]], Metrics]:
     """Reduce sums and metrics over ranks, in one collective.
 
     Args:
         group: All ranks; each calls this function.
-        sums: Scalar tensors of this rank.
+        sums: Tensors of this rank.
         local: Metrics of this rank, numbers by name; every rank has the same names.
 
     Returns:
-        The sums over ranks, in order, and the metrics by name, reduced as METRICS has it; the mean
-        of metrics that it does not have.
+        The elements of each tensor summed over ranks, and the metrics by name, reduced as METRICS
+        has it; the mean of metrics that it does not have.
     """
     values = torch.tensor(
         [float(value) for value in local.values()], dtype=torch.float64, device=group.device
     )
-    packed = torch.cat([*(value.to(values).reshape(1) for value in sums), values])
-    all_ranks = group.to_host(group.all_gather(packed[None]))
-    columns = zip(local, all_ranks[:, len(sums) :].unbind(1), strict=True)
+    packed = [*(each.to(values).flatten() for each in sums), values]
+    all_ranks = group.to_host(group.all_gather(torch.cat(packed)[None]))
+    *parts, own = all_ranks.split([len(each) for each in packed], dim=1)
+    columns = zip(local, own.unbind(1), strict=True)
     maxima = {name for name, info in METRICS.items() if info.reduction == "max"}
     reduced = {
         name: (column.max() if name in maxima else column.mean()).item() for name, column in columns
     }
-    return all_ranks[:, : len(sums)].sum(0).tolist(), reduced
+    return [part.sum(0).tolist() for part in parts], reduced
 
 
 def padding_fractions(token_counts: list[float]) -> Metrics:
