@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmray.data.stream.collate import Batch
-from mmray.models.clip import MultiEncoder
+from mmray.models.dual_encoder import MultiEncoder
 from mmray.models.encoders.audio import AudioTransformer
 from mmray.models.encoders.cross_attention import CrossEncoder
 from mmray.models.encoders.image import build_image_tower

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from mmray.models.caption_decoder import build_decoder
-from mmray.models.clip import DualEncoder, l2_normalize
+from mmray.models.dual_encoder import DualEncoder, l2_normalize
 from mmray.models.encoders.image import ImageEncoder, build_image_tower
 from mmray.models.encoders.text import build_text_tower, masked_mean
 from mmray.models.pixels import EmbedPixels, NormalizePixels

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mmray.config.model_kinds import EmbedDim, EmbeddingModel
-from mmray.models.clip import DualEncoder, l2_normalize
+from mmray.models.dual_encoder import DualEncoder, l2_normalize
 from mmray.models.protocol import PRETRAINED, WeightSource
 
 
