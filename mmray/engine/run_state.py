@@ -319,6 +319,33 @@ def load_destinations(module: nn.Module) -> DestinationFn:
     return destination
 
 
+def separate_tensors(
+    state: CheckpointState, *parents: str
+) -> tuple[CheckpointState, dict[str, Tensor]]:
+    """Separate the tensors of a state from its other values.
+
+    Args:
+        state: Nested dicts of tensors and JSON values.
+        parents: Keys of a whole state under which `state` is, with which the paths start; none if
+            it is a whole state.
+
+    Returns:
+        The state without its tensors, in the same nested dicts, and the tensors by their path, such
+        as `model/log_scale`.
+    """
+    values: CheckpointState = {}
+    tensors: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            tensors[tensor_key(*parents, name)] = value
+        elif isinstance(value, dict):
+            values[name], inner = separate_tensors(value, *parents, name)
+            tensors |= inner
+        else:
+            values[name] = value
+    return values, tensors
+
+
 def tensor_key(*path: str) -> str:
     """Return the key of a tensor in a checkpoint, such as `model/log_scale`."""
     return "/".join(quote(part, safe=" ") for part in path)

@@ -411,7 +411,7 @@ def fake_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SyncCounter]]:
         patch.setattr("torch.set_float32_matmul_precision", ignore)
         patch.setattr("torch.autograd.graph._engine_run_backward", backward)
         patch.setattr("torch.autograd._engine_run_backward", backward)
-        patch.setattr("mmray.engine.checkpoint.state_io.StateDictStager", HostBuffers)
+        patch.setattr("mmray.engine.checkpoint.staging.StateDictStager", HostBuffers)
         patch.setattr("mmray.engine.prefetch.ThreadPoolExecutor", ThreadWithModes)
         # these tensors only run
         patch.setattr("mmray.engine.parallel.device_defaults.compile_problem", lambda _: "fake")

@@ -25,7 +25,7 @@ from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.slots import PixelSlots
 from mmray.engine import build as engine_build
 from mmray.engine import loop, worker
-from mmray.engine.checkpoint.state_io import HostStager
+from mmray.engine.checkpoint.staging import HostStager
 from mmray.engine.collectives import Group
 from mmray.engine.parallel.strategy import use_channels_last
 from mmray.engine.prefetch import DeviceCopier, make_local_batch, register_pinned

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmray.builtin import BACKENDS
-from mmray.engine.checkpoint.state_io import HostStager
+from mmray.engine.checkpoint.staging import HostStager
 from mmray.engine.collectives import Group, is_dtensor
 from mmray.engine.parallel import sharding
 from mmray.engine.parallel.ddp import DDP, replicate

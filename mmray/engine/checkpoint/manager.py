@@ -22,7 +22,7 @@ from mmray.storage.paths import AnyPath
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from mmray.engine.checkpoint.state_io import HostStager
+    from mmray.engine.checkpoint.staging import HostStager
 
 MAX_WAIT_S = 10.0  # wait for the save in progress, while other ranks wait in a collective
 RETRY = "Training continues; the next checkpoint is saved as scheduled"

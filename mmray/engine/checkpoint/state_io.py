@@ -28,7 +28,7 @@ import struct
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import cached_property, reduce
 from operator import getitem
 from pathlib import Path
@@ -44,7 +44,6 @@ from safetensors.torch import _getdtype
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
-from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
@@ -68,8 +67,6 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future as TorchFuture
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from mmray.engine.checkpoint import files
 from mmray.engine.checkpoint.files import (
@@ -82,7 +79,8 @@ from mmray.engine.checkpoint.files import (
     read_json,
     sha256,
 )
-from mmray.engine.run_state import CheckpointState, DestinationFn, tensor_key
+from mmray.engine.checkpoint.staging import HostStager
+from mmray.engine.run_state import CheckpointState, DestinationFn, separate_tensors
 from mmray.errors import MmrayError, StorageError, os_reason
 from mmray.models.weights import save_weights
 from mmray.storage.paths import AnyPath, RemotePath, open_for_upload, staged_upload
@@ -147,71 +145,6 @@ def stage_save(
     return write
 
 
-class HostStager:
-    """Copies tensors of a state into host memory, which each `stage` reuses; for a GPU it is
-    pinned.
-
-    A GPU copies on a side stream while the next step computes; only the optimizer's update waits
-    for the copy, on the device. torch's DefaultStager makes the host wait, or does not wait for the
-    optimizer's kernels before it copies.
-
-    Tensors of less than 5 bytes, such as AdamW's step counts, are not pinned, so the host waits for
-    their copies. They are copied first, because a stream copies in order.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: StateDictStager | None = None
-        self._streams: list[torch.cuda.Stream] = []
-        self._hook: RemovableHandle | None = None
-        self._source: dict[str, Tensor] = {}
-
-    def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copy the tensors of a state to the host.
-
-        The copies of an earlier call are overwritten, because the same host memory is used again.
-        Write them to storage before the next call.
-
-        Args:
-            state_dict: Tensors by key; a GPU copies them on a side stream.
-
-        Returns:
-            The copies by key; those of GPU tensors are complete after `synchronize_staging`.
-        """
-        if self._buffers is None:
-            devices = {
-                tensor.device for tensor in state_dict.values() if tensor.device.type == "cuda"
-            }
-            self._buffers = StateDictStager(pin_memory=bool(devices))
-            self._streams = [torch.cuda.Stream(device) for device in devices]
-            self._hook = register_optimizer_step_pre_hook(self._before_update) if devices else None
-        with ExitStack() as stack:
-            for stream in self._streams:
-                stream.wait_stream(torch.cuda.current_stream(stream.device))
-                stack.enter_context(torch.cuda.stream(stream))
-            by_size = dict(sorted(state_dict.items(), key=lambda item: item[1].nbytes))
-            copies = self._buffers.stage(by_size, non_blocking=bool(self._streams))
-        # Tensors only of this save must not be freed before they are copied.
-        self._source = state_dict
-        return copies
-
-    def synchronize_staging(self) -> None:
-        """Wait until the copies of the last `stage` are complete."""
-        for stream in self._streams:
-            stream.synchronize()
-
-    def close(self) -> None:
-        """Wait for the copies and free the buffers."""
-        self.synchronize_staging()
-        if self._hook is not None:
-            self._hook.remove()
-        if self._buffers is not None:
-            self._buffers.close()
-
-    def _before_update(self, *_: object) -> None:
-        for stream in self._streams:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
-
-
 def load(
     path: AnyPath,
     destination: DestinationFn | None = None,
@@ -267,33 +200,6 @@ def load(
 def load_weights(path: AnyPath, key: str = "model") -> dict[str, Tensor]:
     """Return the full state_dict of a checkpoint's model on the CPU."""
     return load(path, only=key)[key]
-
-
-def separate_tensors(
-    state: CheckpointState, *parents: str
-) -> tuple[CheckpointState, dict[str, Tensor]]:
-    """Separate the tensors of a state from its other values.
-
-    Args:
-        state: Nested dicts of tensors and JSON values.
-        parents: Keys of a whole state under which `state` is, with which the paths start; none if
-            it is a whole state.
-
-    Returns:
-        The state without its tensors, in the same nested dicts, and the tensors by their path, such
-        as `model/log_scale`.
-    """
-    values: CheckpointState = {}
-    tensors: dict[str, Tensor] = {}
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            tensors[tensor_key(*parents, name)] = value
-        elif isinstance(value, dict):
-            values[name], inner = separate_tensors(value, *parents, name)
-            tensors |= inner
-        else:
-            values[name] = value
-    return values, tensors
 
 
 class CheckpointWriter(HuggingFaceStorageWriter):

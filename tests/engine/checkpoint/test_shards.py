@@ -16,6 +16,7 @@ import pytest
 import torch
 from pyarrow import fs
 
+from mmray.engine import run_state
 from mmray.engine.checkpoint import files, state_io
 from mmray.engine.collectives import Group
 from mmray.errors import TrainingError
@@ -183,7 +184,7 @@ def test_object_store_has_the_same_files_as_a_disk(ranks):
     latest = files.latest_valid_checkpoint(run / "checkpoints")
     assert latest == run / "checkpoints" / "step-4"
     tensors = [
-        state_io.separate_tensors(state_io.load(path))[1]
+        run_state.separate_tensors(state_io.load(path))[1]
         for path in (folder / "run" / "checkpoints" / "step-4", latest)
     ]
     assert len(tensors[0]) > 20 and tensors[0].keys() == tensors[1].keys()
