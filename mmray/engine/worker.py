@@ -34,7 +34,6 @@ from mmray.data.vlm.collate import iter_row_batches
 from mmray.data.vlm.reader import ConversationReader
 from mmray.engine import loop, precision
 from mmray.engine.bad_rows import quarantine_bad_rows
-from mmray.engine.batch import BatchShape
 from mmray.engine.build import build_for_device, check_packing, prepare_model
 from mmray.engine.checkpoint.manager import CheckpointManager
 from mmray.engine.collectives import Group
@@ -114,8 +113,7 @@ def train_worker(
     context = replace(context, config=config)
     model = prepare_model(context, group, built, checkpoint is None, driver)
     objective = objectives.build(config.objective)
-    batch_shape, memory_table = _dry_run(context, model, objective, group, plan.steps, driver)
-    context = replace(context, batch_shape=batch_shape)
+    context, memory_table = _dry_run(context, model, objective, group, plan.steps, driver)
     checkpoints = _checkpoint_manager(context, group, model, base, driver)
     rank0_checkpoints = checkpoints if group.rank == 0 else None
     log = profile_path = None
@@ -165,8 +163,9 @@ def _dry_run(
     group: Group,
     steps: int,
     driver: DriverHandle,
-) -> tuple[BatchShape, dict[str, float]]:
-    """Return the batch shape that fits into memory, and the memory of a step by part.
+) -> tuple[WorkerContext, dict[str, float]]:
+    """Return the context with the batch shape that fits into memory, and the memory of a step by
+    part.
 
     The blocks of the model are compiled, and recorded as CUDA graphs, if the settings request it.
     """
@@ -189,7 +188,7 @@ def _dry_run(
     branches = branches_of(model) if has_fixed_shapes else {}
     if text := graph_branches(branches, config.train, batch_shape, group.device, driver.notify):
         driver.notify("device", text)
-    return batch_shape, memory_table
+    return replace(context, batch_shape=batch_shape), memory_table
 
 
 def _pinned_pixels(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mmray.data.images.patches import patch_grid, pixel_shape, takes_patches
-from mmray.data.media.clips import ClipColumns, clip_batch, clip_columns
+from mmray.data.media.clips import clip_batch, clip_columns
 from mmray.data.stream.blocks import TEACHER_COLUMNS
 from mmray.data.stream.collate import Batch
 from mmray.models.protocol import as_model
@@ -74,19 +74,14 @@ def synthetic_batch(
         "pos": torch.arange(rows),
     }
     if clips is not None:
-        columns = clip_batch(_synthetic_clips(clips, rows, seed))
-        batch |= {name: torch.from_numpy(column) for name, column in columns.items()}
+        # As many frames and samples as a row can have.
+        draw = np.random.default_rng(seed)
+        columns = clips.empty(rows)
+        columns["has_text"][:] = True
+        for medium, count in (("video", "num_frames"), ("audio", "num_samples")):
+            if medium in columns:
+                media = columns[medium]
+                media[:] = draw.integers(0, 256, media.shape, media.dtype)
+                columns[count][:] = media.shape[1]
+        batch |= {name: torch.from_numpy(each) for name, each in clip_batch(columns).items()}
     return {name: column.to(device) for name, column in batch.items()}
-
-
-def _synthetic_clips(clips: ClipColumns, rows: int, seed: int) -> dict[str, np.ndarray]:
-    """Return clips with as many frames and samples as a row can have."""
-    draw = np.random.default_rng(seed)
-    columns = clips.empty(rows)
-    columns["has_text"][:] = True
-    for medium, count in (("video", "num_frames"), ("audio", "num_samples")):
-        if medium in columns:
-            media = columns[medium]
-            media[:] = draw.integers(0, 256, media.shape, media.dtype)
-            columns[count][:] = media.shape[1]
-    return columns

@@ -181,7 +181,7 @@ def load_model(config: Config, checkpoint: AnyPath | None) -> nn.Module:
         return build(config.model, config.model.vocab_size)
     meta = files.load_meta(checkpoint)
     saved_base = meta.get("base")
-    source = PRETRAINED if saved_base is not None else saved_layers(meta["architecture"])
+    source = PRETRAINED if saved_base is not None else saved_layers(meta.get("architecture", {}))
     model = build(config.model, config.model.vocab_size, source)
     from mmray.engine.checkpoint import state_io  # late: DCP takes seconds to import
 

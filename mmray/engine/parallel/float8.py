@@ -82,7 +82,8 @@ def convert_branches(branches: Mapping[str, nn.Module], recipe: str) -> str:
         wide = {
             path: layer
             for path, layer in branch.named_modules()
-            if layer in linear and _is_wide(layer) and is_faster(layer, path)
+            if layer in linear and layer.weight.requires_grad and is_faster(layer, path)
+            if min(layer.in_features, layer.out_features) >= MIN_WIDTH
         }
         convert_to_float8_training(
             branch, config=config, module_filter_fn=lambda _, path, wide=wide: path in wide
@@ -99,11 +100,6 @@ def convert_branches(branches: Mapping[str, nn.Module], recipe: str) -> str:
             "faster; set --train.float8 none"
         )
     return f"float8 {recipe}: {', '.join(counts)}"
-
-
-def _is_wide(layer: nn.Linear) -> bool:
-    widths = layer.in_features, layer.out_features
-    return min(widths) >= MIN_WIDTH and layer.weight.requires_grad
 
 
 def _version(capability: Capability) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mmray.cluster.shared_storage import LocalInput
-from mmray.config import Config, Vlm
+from mmray.config import Vlm
 from mmray.config.base import Section
 from mmray.data.store.mixture import PreparedMixture
 from mmray.storage.paths import AnyPath, to_path
@@ -39,14 +39,9 @@ def _inputs(resolved: ResolvedRun) -> Iterator[tuple[str, AnyPath, bool]]:
             yield setting, each.folder, True
             if each.manifest.is_index_only:
                 yield f"{setting}, original files", each.image_folder, True
-    for setting, weights in _weights(config):
-        if Path(weights).is_absolute():  # a section makes local paths absolute
-            yield setting, Path(weights), isinstance(config.model, Vlm)  # it has the processor
-
-
-def _weights(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the settings of weights of the model and its parts, with their values."""
-    sections = {f"model.{name}": part for name, part in config.model if isinstance(part, Section)}
-    for name, section in {"model": config.model, **sections}.items():
-        if weights := dict(section).get("weights"):
-            yield f"{name}.weights", weights
+    parts = {f"model.{name}": part for name, part in config.model if isinstance(part, Section)}
+    for name, section in {"model": config.model, **parts}.items():
+        weights = Path(dict(section).get("weights", ""))
+        if weights.is_absolute():  # a section makes local paths absolute
+            # Decode processes read the processor in it.
+            yield f"{name}.weights", weights, isinstance(config.model, Vlm)
