@@ -10,7 +10,7 @@ import ctypes
 import io
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -67,32 +67,9 @@ _GRAY_SCALE = {"1": 255, "L;2": 85, "L;4": 17}
 # first that is enough for the largest sample.
 _GRAY_BITS = (8, 10, 12, 14, 16)
 # Tags of a TIFF.
-_NEW_SUBFILE_TYPE = 254
 _BITS_PER_SAMPLE = 258
 _PHOTOMETRIC = 262
 _MAX_SAMPLE_VALUES = (341, 281)  # SMaxSampleValue and MaxSampleValue
-_MAX_PAGES = 256
-# Values of SourceRow.notices.
-_MORE_PAGES = (
-    "pages 2 and later of a TIFF are not used (in conversations `--pages images` makes them images)"
-)
-_MORE_FRAMES = "frames after the first of an animation are not used"
-_GUESSED_WHITE = (
-    "a gray image has 16 bits a sample and uses fewer, without stating how many: white is the "
-    "largest value of 8, 10, 12 or 14 bits"
-)
-_HDR = "an HDR image (PQ or HLG) is not tone-mapped, so its colors are pale"
-# Their transfer functions (16 and 18 of ITU-T H.273), and where they are in an AVIF or HEIF, and in
-# a PNG: after these bytes, so many bytes after their start.
-_HDR_TRANSFERS = (16, 18)
-_TRANSFER_AT = {b"colrnclx": 11, b"\0\0\0\4cICP": 9}
-_HEAD_BYTES = 1 << 13  # of a file, which have its color space
-_DARK = (
-    "an image has 16 bits a sample and uses less than a quarter of their range, so it is dark or "
-    "has little contrast"
-)
-_QUARTER = 1 << 14
-
 # Modes of 8 bits, whose conversion to RGB raises no error.
 _CONVERTIBLE = ("RGB", "RGBA", "L", "LA", "CMYK")
 
@@ -148,10 +125,10 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     if data.startswith(_JPEG_START) and not _has_orientation_or_frames(data):
         rgb = _decode_jpeg(data, max_pixels=max_pixels)
     if rgb is None:
-        image = _open(data, max_pixels)
+        image = open_image(data, max_pixels)
         rgb = _decode_jpeg_fast(image, data)
         if rgb is None:
-            rgb = np.asarray(_decode_with_pillow(image, data, max_pixels))
+            rgb = np.asarray(decode_with_pillow(image, data, max_pixels))
     return rgb
 
 
@@ -160,146 +137,22 @@ def verify_image(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
 
     Raises the same errors as `decode`, but computes only one pixel in 64 of most JPEGs.
     """
-    image = _open(data, max_pixels)
+    image = open_image(data, max_pixels)
     if _decode_jpeg_fast(image, data, eighth=True) is not None:
         return image.size
-    return _decode_with_pillow(image, data, max_pixels, to_rgb=False).size
+    return decode_with_pillow(image, data, max_pixels, to_rgb=False).size
 
 
 def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Return the (width, height) of the upright image by its header. Raises BadImage."""
-    image = _open(data, max_pixels)
+    image = open_image(data, max_pixels)
     # Pillow has already applied the orientation to the size of a TIFF.
     is_turned = _orientation(image) >= 5 and image.format != "TIFF"
     return (image.height, image.width) if is_turned else image.size
 
 
-def image_notices(data: bytes, max_pixels: int = MAX_PIXELS, every_page: bool = False) -> list[str]:
-    """Return what an image has and its decoded pixels do not, as clauses for `SourceRow.notices`.
-
-    Not counted are further images of a JPEG (MPO), which are previews and maps of depth or gain.
-
-    Args:
-        every_page: Of all images of `split_pages`.
-
-    Raises:
-        BadImage: As `decode` does.
-    """
-    if data.startswith(_JPEG_START):
-        return []
-    is_png = data.startswith(b"IHDR", 12)
-    # Most PNGs are not opened for this: they have 8 bits and no chunk of an animation.
-    if is_png and data[24] < 16 and data.find(b"acTL", 0, data.find(b"IDAT")) < 0:
-        return [_HDR] * _is_hdr(data)
-    image = _open(data, max_pixels)
-    notices = []
-    indices: Sequence[int] = (0,)
-    if every_page:
-        indices = _page_indices(image)
-    elif _has_pages(image):
-        notices.append(_MORE_PAGES if image.format == "TIFF" else _MORE_FRAMES)
-    notices += [_HDR] * _is_hdr(data)
-    largest = _largest_gray(data, max_pixels, indices) if every_page else 0
-    for index in indices:
-        notices += _sample_notices(_open(data, max_pixels, index), data, largest)
-    return notices
-
-
-def _sample_notices(image: ImageFile.ImageFile, data: bytes, largest: int) -> list[str]:
-    """Return the notices of an opened image of 16 bits; `largest`: sample of its other pages."""
-    raw_mode = str(image.tile[0][3]) if image.tile else ""
-    is_gray = image.mode.startswith("I")
-    if not is_gray and ";16" not in raw_mode:
-        return []
-    with _errors_as_bad_image():
-        image.load()
-    pixels = np.asarray(image)
-    if not is_gray:  # Pillow's pixels are the high bytes
-        high = pixels[..., : 1 if image.mode == "LA" else 3]
-        return [_DARK] * bool(int(high.max()) - int(high.min()) < _QUARTER >> 8)
-    is_stated, bits = _gray_bits(image, data, pixels, largest)
-    if bits < 16:
-        return [_GUESSED_WHITE] * (not is_stated)
-    return [_DARK] * (max(largest, int(pixels.max())) - int(pixels.min()) < _QUARTER)
-
-
-def _largest_gray(data: bytes, max_pixels: int, indices: Sequence[int]) -> int:
-    """Return the largest sample of the gray pages of 16 bits, which have one white; 0 for none."""
-    largest = 0
-    for index in indices:
-        page = _open(data, max_pixels, index)
-        if page.mode.startswith("I"):
-            with _errors_as_bad_image():
-                page.load()
-            largest = max(largest, int(np.asarray(page).max()))
-    return largest
-
-
-def split_pages(data: bytes, max_pixels: int = MAX_PIXELS) -> list[bytes]:
-    """Return each page of a TIFF of several pages as a PNG with the pixels that `decode` returns of
-    it; gray pages of 16 bits have one white, so that slices of a scan stay comparable.
-
-    Returns:
-        [] for a TIFF of one page, and for another format.
-
-    Raises:
-        BadImage: A page cannot be decoded, or there are over 256.
-    """
-    if detect_format(data) != "TIFF":
-        return []
-    indices = _page_indices(_open(data, max_pixels))
-    if len(indices) > _MAX_PAGES:
-        raise BadImage("pages", f"{len(indices)} pages; the limit is {_MAX_PAGES}")
-    if len(indices) == 1:
-        return []
-    pages = []
-    largest = _largest_gray(data, max_pixels, indices)
-    for index in indices:
-        page = _open(data, max_pixels, index)
-        rgb = _decode_with_pillow(page, data, max_pixels, largest=largest)
-        red, green, blue = rgb.split()
-        file = io.BytesIO()
-        (red if red == green == blue else rgb).save(file, "PNG")
-        pages.append(file.getvalue())
-    return pages
-
-
-def _page_indices(image: Image.Image) -> Sequence[int]:
-    """Return the indices of the frames of an opened image, of a TIFF of the pages without smaller
-    copies and masks of pages. Raises BadImage.
-    """
-    with _errors_as_bad_image():
-        frames = range(getattr(image, "n_frames", 1))
-        if image.format != "TIFF":
-            return frames
-        indices = []
-        for index in frames:
-            image.seek(index)
-            # 1: a smaller copy of another page; 4: the mask of one.
-            if index == 0 or not _tag(image, _NEW_SUBFILE_TYPE) & 5:
-                indices.append(index)
-        image.seek(0)
-        return indices
-
-
-def _has_pages(image: Image.Image) -> bool:
-    try:
-        return len(_page_indices(image)) > 1
-    except BadImage:  # one after the first is damaged
-        image.seek(0)
-        return True
-
-
-def _is_hdr(data: bytes) -> bool:
-    for start, offset in _TRANSFER_AT.items():
-        at = data.find(start, 0, _HEAD_BYTES)
-        if at >= 0 and data[at + offset : at + offset + 1] in map(int.to_bytes, _HDR_TRANSFERS):
-            return True
-    return False
-
-
 @contextmanager
-def _errors_as_bad_image() -> Iterator[None]:
+def errors_as_bad_image() -> Iterator[None]:
     """Context manager that converts the errors of decoders to BadImage."""
     try:
         yield
@@ -310,7 +163,7 @@ def _errors_as_bad_image() -> Iterator[None]:
         raise BadImage("truncated" if "truncated" in text else "corrupt", text[:300]) from None
 
 
-def _open(data: bytes, max_pixels: int, page: int = 0) -> ImageFile.ImageFile:
+def open_image(data: bytes, max_pixels: int, page: int = 0) -> ImageFile.ImageFile:
     """Open an image and read its header only. Raises BadImage."""
     if not data:
         raise BadImage("empty", "no bytes")
@@ -366,7 +219,7 @@ def _silence_libtiff() -> None:
         handlers.TIFFSetWarningHandler(None)
 
 
-def _decode_with_pillow(
+def decode_with_pillow(
     image: ImageFile.ImageFile,
     data: bytes,
     max_pixels: int,
@@ -388,7 +241,7 @@ def _decode_with_pillow(
             image.info["transparency"] = tuple(value >> 8 for value in transparent)
         elif transparent is not None and raw_mode in _GRAY_SCALE:
             image.info["transparency"] = transparent * _GRAY_SCALE[raw_mode]
-    with _errors_as_bad_image():
+    with errors_as_bad_image():
         image.load()
         move = _TRANSPOSE.get(_orientation(image))
         gray = _gray_to_8_bits(image, data, largest)
@@ -459,10 +312,10 @@ def _gray_to_8_bits(image: Image.Image, data: bytes, largest: int = 0) -> Image.
     if not image.mode.startswith("I"):
         return image
     wide = np.asarray(image).astype(np.int64)
-    _, bits = _gray_bits(image, data, wide, largest)
+    _, bits = gray_bits(image, data, wide, largest)
     white = 2**bits - 1
     # White is zero: Pillow inverts samples of 8 bits only.
-    if image.format == "TIFF" and _tag(image, _PHOTOMETRIC) == 0:
+    if image.format == "TIFF" and tag_of(image, _PHOTOMETRIC) == 0:
         wide = white - wide
     gray = ((wide * 255 + white // 2) // white).astype(np.uint8)
     transparent = image.info.get("transparency")
@@ -471,7 +324,7 @@ def _gray_to_8_bits(image: Image.Image, data: bytes, largest: int = 0) -> Image.
     return Image.fromarray(gray)
 
 
-def _gray_bits(image: Image.Image, data: bytes, wide: np.ndarray, largest: int) -> tuple[bool, int]:
+def gray_bits(image: Image.Image, data: bytes, wide: np.ndarray, largest: int) -> tuple[bool, int]:
     """Return whether a gray image of 16 or 32 bits states how many bits its samples use, and their
     number, so that white is 2**bits - 1.
 
@@ -488,10 +341,10 @@ def _gray_bits(image: Image.Image, data: bytes, wide: np.ndarray, largest: int) 
     largest = max(largest, int(wide.max()))
     stated = 16 if image.format in ("PPM", "JPEG2000") else 0  # Pillow has scaled them
     if image.format == "TIFF":
-        largest_values = [value for tag in _MAX_SAMPLE_VALUES if (value := _tag(image, tag))]
+        largest_values = [value for tag in _MAX_SAMPLE_VALUES if (value := tag_of(image, tag))]
         stated = int(largest_values[0]).bit_length() if largest_values else 0
-        if _tag(image, _BITS_PER_SAMPLE) < 16:
-            stated = _tag(image, _BITS_PER_SAMPLE)
+        if tag_of(image, _BITS_PER_SAMPLE) < 16:
+            stated = tag_of(image, _BITS_PER_SAMPLE)
     elif image.format == "PNG":
         at = data.find(b"\0\0\0\1sBIT", 0, data.find(b"IDAT"))
         stated = data[at + 8] if at > 0 else 0
@@ -503,7 +356,7 @@ def _gray_bits(image: Image.Image, data: bytes, wide: np.ndarray, largest: int) 
     return False, next((bits for bits in _GRAY_BITS if largest < 1 << bits), 16)
 
 
-def _tag(image: Image.Image, tag: int) -> int:
+def tag_of(image: Image.Image, tag: int) -> int:
     """Return the (first) number of a tag of a TIFF, 0 if it has none."""
     value = image.tag_v2.get(tag, 0)  # type: ignore[attr-defined]
     return int(value[0] if isinstance(value, tuple) else value)

@@ -15,7 +15,8 @@ from typing import Any
 
 import orjson
 
-from mmray.data.images.decode import MAX_PIXELS, BadImage, decode, split_pages
+from mmray.data.images.decode import MAX_PIXELS, BadImage, decode
+from mmray.data.images.pages import split_pages
 from mmray.data.images.transform import resize_to_square, thumbnail, transform
 from mmray.data.media.decode import MediaInfo, read_header, verify_media
 from mmray.processes import Channel, ChildProcess
@@ -146,7 +147,7 @@ def _check(data: bytes, max_pixels: int, transform_args: tuple[Any, ...] | None)
 
 
 def _check_pages(data: bytes, max_pixels: int) -> dict[str, Any]:
-    return {"pages": len(split_pages(data, max_pixels))}
+    return {"pages": len(split_pages(data, max_pixels)[0])}
 
 
 def _check_media(data: bytes, kind: str, max_pixels: int, header_only: bool) -> dict[str, Any]:

@@ -15,14 +15,8 @@ from typing import Any
 import orjson
 
 from mmray.data.formats.source import RawRow
-from mmray.data.images.decode import (
-    BadImage,
-    decode,
-    header_size,
-    image_notices,
-    split_pages,
-    verify_image,
-)
+from mmray.data.images.decode import BadImage, decode, header_size, verify_image
+from mmray.data.images.pages import image_notices, split_pages
 from mmray.data.images.read import os_error_as_bad_row, read_image, stat_signature
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.images.transform import reencode
@@ -127,9 +121,8 @@ class RowBuilder:
                 try:
                     if self._subprocess_decoder is not None:
                         self._subprocess_decoder.check_pages(data, max_pixels)
-                    pages = split_pages(data, max_pixels)
-                    if pages:
-                        row.notices += image_notices(data, max_pixels, True)
+                    pages, notices = split_pages(data, max_pixels)
+                    row.notices += notices
                 except BadImage as bad:
                     raise BadRow("decode", bad.reason, f"{image.name}: {bad.detail}") from None
             of_image = [

@@ -13,7 +13,7 @@ from mmray.data.images import decode as image
 from mmray.data.images import subprocess_decoder
 
 MARK = b"this kills its decoder, which is written down in "
-_open = image._open
+_open = image.open_image
 _serve = subprocess_decoder.serve
 NEED = b"this needs more memory than there is"
 
@@ -43,7 +43,7 @@ def open_needy(data, max_pixels):
 @contextmanager
 def decoder_finds_no_memory():
     """Raise MemoryError for marked images, in this process only."""
-    with patch.object(image, "_open", open_needy):
+    with patch.object(image, "open_image", open_needy):
         yield
 
 
@@ -51,12 +51,12 @@ def decoder_finds_no_memory():
 def decoder_dies():
     """Crash on marked images, in this process and its children."""
     with (
-        patch.object(image, "_open", open_image),
+        patch.object(image, "open_image", open_image),
         patch.object(subprocess_decoder, "serve", serve),
     ):
         yield
 
 
 def serve(channel):
-    with patch.object(image, "_open", open_image):
+    with patch.object(image, "open_image", open_image):
         _serve(channel)

@@ -20,10 +20,9 @@ from mmray.data.images.decode import (
     BadImage,
     decode,
     header_size,
-    image_notices,
-    split_pages,
     verify_image,
 )
+from mmray.data.images.pages import image_notices, split_pages
 from mmray.data.images.transform import reencode, resize_to_square
 from tests.data.formats.bad_inputs import animated, raw_png
 from tests.made import encode
@@ -31,8 +30,8 @@ from tests.made import encode
 
 def with_pillow(data, max_pixels=MAX_PIXELS):
     """Decode with Pillow alone: the reference for the fast JPEG path."""
-    return decode_module._decode_with_pillow(
-        decode_module._open(data, max_pixels), data, max_pixels
+    return decode_module.decode_with_pillow(
+        decode_module.open_image(data, max_pixels), data, max_pixels
     )
 
 
@@ -213,17 +212,17 @@ def test_pages_of_tiff_are_noted_and_split_as_decode_sees_them():
     sheets = [Image.new("1", (9, 7), 1), photo(), Image.new("CMYK", (4, 4), (0, 99, 0, 0))]
     data = pages(*sheets)
     assert decode(data).shape == (7, 9, 3) and "pages 2 and later" in image_notices(data)[0]
-    split = [decode(page) for page in split_pages(data)]
+    split = [decode(page) for page in split_pages(data)[0]]
     for pixels, sheet in zip(split, sheets, strict=True):
         assert np.array_equal(pixels, decode(encode(sheet, "TIFF")))
-    assert split_pages(pages(photo())) == split_pages(animated("GIF")) == []
+    assert split_pages(pages(photo())) == split_pages(animated("GIF")) == ([], [])
 
 
 def test_gray_pages_of_16_bits_have_one_white():
     slices = [Image.fromarray(np.full((2, 2), value, np.uint16)) for value in (900, 3600)]
     data = pages(photo(), *slices)
-    assert [int(decode(page)[0, 0, 0]) for page in split_pages(data)[1:]] == [56, 224]
-    assert "uses fewer" in image_notices(data, every_page=True)[0]
+    assert [int(decode(page)[0, 0, 0]) for page in split_pages(data)[0][1:]] == [56, 224]
+    assert "uses fewer" in split_pages(data)[1][0]
     assert "pages 2 and later" in image_notices(data)[0]
 
 
@@ -246,7 +245,8 @@ def test_smaller_copies_in_tiff_are_no_pages():
     photos = [photo(), photo(20, 15)]
     photos[1].encoderinfo = {"tiffinfo": {254: 1}}
     data = pages(*photos)
-    assert image_notices(data) == split_pages(data) == []
+    assert image_notices(data) == []
+    assert split_pages(data) == ([], [])
 
 
 def test_tiff_with_damaged_second_page_is_noted_and_not_split():
@@ -365,7 +365,7 @@ def test_upright_jpeg_takes_fast_path(monkeypatch):
     data = rotated(1)
     expected = np.asarray(with_pillow(data))
     monkeypatch.setattr(
-        decode_module, "_decode_with_pillow", lambda *_: pytest.fail("decoded by Pillow")
+        decode_module, "decode_with_pillow", lambda *_: pytest.fail("decoded by Pillow")
     )
     assert np.array_equal(decode(data), expected)
 
