@@ -313,10 +313,7 @@ class Source(ABC):
 
     @abstractmethod
     def records(self, chunk: SourceChunk) -> Iterator[Record]:
-        """Yield the unparsed rows of a chunk.
-
-        Args:
-            chunk: A part of one file, as `scan` yielded it.
+        """Yield the unparsed rows of a chunk that `scan` yielded.
 
         Yields:
             (line, location, record): number of the row in its file, `file:line` for messages, and a
@@ -327,14 +324,7 @@ class Source(ABC):
         """
 
     def labels(self, chunks: Sequence[SourceChunk]) -> Iterator[Any]:
-        """Yield the labels of the rows that have one.
-
-        Args:
-            chunks: Chunks that `scan` yielded.
-
-        Yields:
-            Class numbers, or names of classes as text.
-        """
+        """Yield the labels of the rows that have one: class numbers, or names of classes."""
         for chunk in chunks:
             for row in self.read(chunk):
                 if isinstance(row.values, dict) and "label" in row.values:

@@ -27,6 +27,7 @@ from mmray.data.images import sample
 from mmray.data.media.sample import generate_clips
 from mmray.data.prepare import assemble, contamination, duplicates, preview
 from mmray.data.prepare.contamination import is_enabled
+from mmray.data.prepare.identity import has_chunks, is_continued, source_fields
 from mmray.data.prepare.job import PrepareJob
 from mmray.data.prepare.kept_columns import merge_types
 from mmray.data.prepare.pack import changed_chunks, is_current, pack_task
@@ -256,7 +257,7 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     source, chunks, first_rows = preview.understand(
         job,
         [earlier[index] for index in sorted(earlier)],
-        before.source if before and _has_chunks(before, job, earlier_chunks) else {},
+        before.source if before and has_chunks(before, job, earlier_chunks) else {},
         lambda rows: progress(PrepareProgress("scan", rows, 0)),
     )
     total = preview.count_rows(chunks)
@@ -265,7 +266,7 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     job = replace(job, class_names=source.class_names, base=base)
     for text, heading in preview.describe_source(job, source, chunks, first_rows):
         log(text, heading)
-    if before is not None and not _is_continued(before, job, chunks):
+    if before is not None and not is_continued(before, job, chunks):
         before = None
     packed = _pack(job, chunks, earlier, labels, total, progress)
     if before is not None and _is_unchanged(before, job, chunks, packed):
@@ -293,7 +294,7 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     if is_rejected:
         raise assemble.rejection_error(source, out, total, result, settings.max_bad_fraction)
     manifest = replace(
-        _build_manifest(job, source, _source_fields(job, chunks, packed), result, existing),
+        _build_manifest(job, source, source_fields(job, chunks, packed), result, existing),
         **captions,
         leakage=leakage,
     )
@@ -317,7 +318,7 @@ def _is_unchanged(
 ) -> bool:
     """Return whether a set has the rows and the settings that it would get now."""
     return (
-        _source_fields(job, chunks, packed).items() <= before.source.items()
+        source_fields(job, chunks, packed).items() <= before.source.items()
         and before.settings == job.settings.model_dump(mode="json")
         and not is_enabled(job.settings)  # other sets may have changed
         and (packed.out / QUARANTINE).is_file()
@@ -377,32 +378,10 @@ def _check_contamination(
     return dedup, leakage
 
 
-def _is_continued(before: Manifest, job: PrepareJob, chunks: list[SourceChunk]) -> bool:
-    """Return whether the chunks are those of an earlier set, maybe with appended ones.
-
-    Raises UsageError if that set was made from another source.
-    """
-    if _has_chunks(before, job, chunks):
-        return True
-    name = before.source["name"]
-    other = job.source.display_name
-    if name != other:
-        raise UsageError(
-            f"{job.out} holds the set made from {name}: choose another folder for {other}"
-        )
-    return False
-
-
-def _has_chunks(before: Manifest, job: PrepareJob, chunks: list[SourceChunk]) -> bool:
-    """Return whether the first of these chunks are those of an earlier set."""
-    identity = _source_identity(job, chunks[: before.source["num_chunks"]])
-    return identity.items() <= before.source.items()
-
-
 def _build_manifest(
     job: PrepareJob,
     source: Source,
-    source_fields: dict[str, Any],
+    source_entry: dict[str, Any],
     result: assemble.PrepareResult,
     existing: Manifest | None,
 ) -> Manifest:
@@ -419,7 +398,7 @@ def _build_manifest(
         num_quarantined=num_bad,
         reasons=dict(result.reasons.most_common()),
         tokenizer=None,
-        source=source_fields | {"files_digest": source.files_digest},
+        source=source_entry | {"files_digest": source.files_digest},
         settings=job.settings.model_dump(mode="json"),
         class_names=source.class_names,
         columns=scores | merge_types(result.column_types, source.has_types),
@@ -487,28 +466,6 @@ def _current_records(
     for index in chain.from_iterable(packed.map(work, list(with_files.values()))):
         del done[index]
     return done
-
-
-def _source_identity(job: PrepareJob, chunks: list[SourceChunk]) -> dict[str, Any]:
-    """Return what identifies a source; with --index-only its address too, because the images stay
-    there.
-    """
-    digest = hashlib.sha256("".join(chunk.signature for chunk in chunks).encode()).hexdigest()
-    address = {"address": job.source.address} if job.settings.index_only else {}
-    return {"name": job.source.display_name, "num_chunks": len(chunks), "sha256": digest, **address}
-
-
-def _source_fields(
-    job: PrepareJob, chunks: list[SourceChunk], packed: PackedRows
-) -> dict[str, Any]:
-    """Return the manifest's entry of the source; `packed` shows which files its chunks are in."""
-    names = "".join(shard.file for shard in packed.shards)
-    return _source_identity(job, chunks) | {
-        "format": job.source.format,
-        "folder": job.source.address,
-        "file": job.source.name,
-        "packed": hashlib.sha256(names.encode()).hexdigest(),
-    }
 
 
 def _remove_files(out: AnyPath, is_stale: Callable[[str], bool], folders: Iterable[str]) -> None:
