@@ -426,14 +426,15 @@ class BinarySource(Source):
             if self._signatures.get(chunk.file) == chunk.signature:
                 self._earlier[chunk.file].append(chunk)
         new = [name for name in names if name not in self._earlier]
-        self._checked = iter_parallel(self.check_file, new)
+        # A list, because a source that refers to the threads would stop them in garbage collection.
+        checked = list(iter_parallel(self.check_file, new))
+        self._checked = dict(zip(new, checked, strict=True))
 
     def scan_file(self, name: str, rows_per_chunk: int, rows_before: int) -> Iterator[SourceChunk]:
         if name in self._earlier:
             yield from self._earlier[name]
             return
-        checked = next(self._checked)
-        parts = self.cut(checked, self._sizes[name], rows_per_chunk, rows_before)
+        parts = self.cut(self._checked[name], self._sizes[name], rows_per_chunk, rows_before)
         for start, stop, num_rows in parts:
             line = 1 if num_rows is None else start + 1
             yield SourceChunk(0, name, start, stop, line, num_rows, self._signatures[name])
