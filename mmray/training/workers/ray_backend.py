@@ -51,6 +51,7 @@ from mmray.training.workers.coordinator import Request, Updates
 from mmray.training.workers.inputs import local_inputs
 from mmray.training.workers.rank import measure_in_rank
 from mmray.training.workers.ray_trainer import (
+    get_device,
     start_coordinator,
     torch_trainer,
     train_loop_per_worker,
@@ -405,10 +406,9 @@ def run_group(
 
 
 def _measure_in_worker(arguments: dict[str, Any]) -> Any:
-    from ray.train.torch import get_device
-
     report = arguments["coordinator"].push.remote
-    return measure_in_rank(arguments["measure"], arguments["config"], get_device(), report)
+    config = arguments["config"]
+    return measure_in_rank(arguments["measure"], config, get_device(config), report)
 
 
 def name_in_views(folder: AnyPath) -> str:

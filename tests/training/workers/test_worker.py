@@ -1,12 +1,14 @@
 """The worker of Ray Train, in this process without Ray."""
 
+import subprocess
 import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
-import ray.train.torch
+import ray.train
 
+from mmray.config import Config
 from mmray.data.stream.order import ResumePoint
 from mmray.training.workers.coordinator import Coordinator
 from mmray.training.workers.ray_trainer import train_loop_per_worker
@@ -38,7 +40,6 @@ def coordinator(monkeypatch):
     monkeypatch.setattr(ray, "get", lambda reply, timeout=None: reply)
     blocks = SimpleNamespace(close=lambda: None)
     monkeypatch.setattr("mmray.training.workers.ray_trainer.rank_blocks", lambda *_: blocks)
-    monkeypatch.setattr(ray.train.torch, "get_device", lambda: None)
     made = Coordinator(set())
     made.heartbeat = SimpleNamespace(remote=made.heartbeat)
     made.push = SimpleNamespace(remote=made.push)
@@ -50,8 +51,7 @@ def test_worker_whose_import_hangs_sends_heartbeats(coordinator, monkeypatch, tm
     monkeypatch.delitem(sys.modules, "mmray.engine.worker", raising=False)
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     monkeypatch.setattr("mmray.engine.heartbeat.INTERVAL_S", 0.02)
-    config = SimpleNamespace(data=SimpleNamespace(block_mb=24.0))
-    context = SimpleNamespace(folder=tmp_path, config=config, reader=None)
+    context = SimpleNamespace(folder=tmp_path, config=Config(), reader=None)
     arguments = {
         "coordinator": coordinator,
         "context": context,
@@ -86,3 +86,14 @@ def test_worker_whose_import_hangs_sends_heartbeats(coordinator, monkeypatch, tm
         (beat["rank"], beat["step"], beat["state"], beat["in_collective"]) for beat in hanging
     } == {(1, 6, "starting", False)}
     assert "train_loop_per_worker" in errors[0].__notes__[0] and coordinator.drain(0)[1] == []
+
+
+def test_device_of_a_worker_on_cpus_is_known_without_rays_torch_library():
+    code = """
+import subprocess
+import sys
+from mmray.config import Config
+from mmray.training.workers.ray_trainer import get_device
+print(get_device(Config().with_cluster(accelerator="cpu")), "ray.train.torch" in sys.modules)
+"""
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "cpu False\n"
