@@ -2,7 +2,7 @@
 
 Run `python -m tests.benchmarks.distillation FOLDER [SOURCE]`. The teacher is recipe `sample`: 64
 pixels, and all rows of the set. The students have a tenth of its weights, images of 32 pixels, and
-the first 768 rows. About five minutes of CPU time.
+the first 768 rows. About seven minutes of CPU time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from typing import Any
 import mmray
 
 SEEDS = (0, 1, 2)
-KINDS = {"contrastive": "contrastive", "affinity": "contrastive + distillation"}
+KINDS = {
+    "contrastive": "contrastive",
+    "affinity": "contrastive + distillation",
+    "affinity4": "contrastive + 4 * distillation",
+}
 STUDENT_STEPS = 400
 STUDENT_ROWS = 768
 RECALL = ("recall_at_1/image_to_text", "recall_at_1/text_to_image")
