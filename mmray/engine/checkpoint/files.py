@@ -160,11 +160,14 @@ def best_checkpoint(folder: AnyPath, metric: str) -> AnyPath | None:
     beside = read_evaluations(folder.parent)
     scored: list[tuple[float, int, AnyPath]] = []
     for path in _step_folders(folder, complete=True):
-        # A checkpoint with a damaged meta.json is never the best.
-        with suppress(TrainingError):
+        try:
             value = _metrics_of(path, beside).get(metric)
-            if isinstance(value, int | float):
-                scored.append((sign * value, step_of(path), path))
+        except StorageError:  # it may be the best, and `prune` deletes the others
+            raise
+        except TrainingError:  # a damaged meta.json is never the best
+            continue
+        if isinstance(value, int | float):
+            scored.append((sign * value, step_of(path), path))
     return max(scored, key=lambda item: item[:2])[2] if scored else None
 
 

@@ -210,6 +210,17 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-10"]
 
 
+def test_failing_storage_costs_no_best_checkpoint(tmp_path: Path) -> None:
+    for step, score in ((1, 0.9), (2, 0.5), (3, 0.2)):
+        save(tmp_path, step, **{METRIC: score})
+    meta = tmp_path / "step-1" / "meta.json"
+    meta.unlink()
+    meta.mkdir()  # reading it fails, and the file is not missing
+    with pytest.raises(StorageError, match=r"cannot read .*step-1"):
+        files.prune(tmp_path, keep=1, metric=METRIC)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-1", "step-2", "step-3"}
+
+
 @pytest.mark.parametrize(
     ("metric", "values", "expected"),
     [
