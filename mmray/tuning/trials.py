@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mmray.builtin import KINDS
 from mmray.config import Cluster, Config, Train
 from mmray.config.search_space import Range, Space, override_settings, round_sampled, setting_value
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
@@ -161,7 +162,7 @@ def corner_trials(base: Config, space: Space, goal: str) -> list[Trial]:
         UsageError: A setting cannot be searched, or no combination is feasible.
     """
     for key in space.axes:
-        if reason := _refused_reason(key, goal):
+        if reason := _refused_reason(base, key, goal):
             raise UsageError(f"--space {key}: {reason}")
     corners = space.corners()
     trials = [build_trial(base, f"c{number}", each) for number, each in enumerate(corners)]
@@ -171,12 +172,17 @@ def corner_trials(base: Config, space: Space, goal: str) -> list[Trial]:
     return trials
 
 
-def _refused_reason(key: str, goal: str) -> str | None:
+def _refused_reason(base: Config, key: str, goal: str) -> str | None:
     """Return why a setting cannot be searched: without effect in a trial, or what is compared would
     differ; None if it can.
     """
     if key.startswith(("prepare.", "data.eval")) or key == "data.train":
         return "trials are compared on one set; start a command for each set"
+    if key == "model.weights" and base.model.kind in KINDS and KINDS[base.model.kind].hf_type:
+        return (
+            "weights define image size, preprocessing and tokenizer, and all trials would have "
+            "those of the recipe; start a command for each"
+        )
     if GOALS[goal].eval_metric is None:
         return None
     if key in ("batch.micro", "batch.accumulation", TOKENS):

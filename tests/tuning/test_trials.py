@@ -245,6 +245,13 @@ def test_settings_that_trials_override_or_are_compared_by_are_not_searched(given
         trials(given, goal=goal)
 
 
+@pytest.mark.parametrize("goal", ["recall", "throughput"])
+def test_weights_that_define_the_inputs_of_a_run_are_not_searched(goal):
+    base = recipes.load("clip")
+    with pytest.raises(UsageError, match=r"--space model\.weights: weights define image size"):
+        trials("model.weights=none,other", goal=goal, base=base)
+
+
 def test_trial_of_elastic_recipe_has_fixed_workers():
     elastic = SAMPLE.with_cluster(workers="1-4")
     plan = plan_of("batch.micro=16", goal="throughput", base=elastic)
