@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from math import inf
 from typing import NamedTuple
 
@@ -64,11 +65,15 @@ class Mixture:
 
     def __str__(self) -> str:
         """Return the value of `data.train`; a repeat of 1 is omitted."""
-        if self.are_shares:
-            return " + ".join(f"{address}:{weight:g}" for address, weight in self.terms)
-        return " + ".join(
-            address if weight == 1 else f"{weight:g} * {address}" for address, weight in self.terms
-        )
+        terms = []
+        for address, weight in self.terms:
+            # All digits and no exponent, because runs read the text again from config.yaml.
+            number = f"{Decimal(repr(weight)):f}".removesuffix(".0")
+            if self.are_shares:
+                terms.append(f"{address}:{number}")
+            else:
+                terms.append(address if weight == 1 else f"{number} * {address}")
+        return " + ".join(terms)
 
     @property
     def is_single(self) -> bool:

@@ -104,6 +104,8 @@ def test_order_of_shares_is_exact_across_epochs_and_world_sizes(both):
         ("0.5 * s3://x/a?r=1 + my sets/b+c", (("s3://x/a?r=1", 0.5), ("my sets/b+c", 1.0)), False),
         ("a:0.75 + b:0.25", (("a", 0.75), ("b", 0.25)), True),
         ("s3://x/a:3 + my sets/b:1", (("s3://x/a", 3.0), ("my sets/b", 1.0)), True),
+        ("a:1500000 + b:0.00001", (("a", 1.5e6), ("b", 1e-5)), True),
+        ("0.3333333333 * a + b", (("a", 0.3333333333), ("b", 1.0)), False),
     ],
 )
 def test_mixture_is_parsed_and_formatted(text, terms, are_shares):
