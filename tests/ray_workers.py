@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -57,8 +58,10 @@ def _serve(listener):
 
     def reap(*_):
         for pid in list(children):
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                children.discard(pid)
+            # The end of another child may interrupt this loop by a second call, which reaps both.
+            with suppress(ChildProcessError):
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    children.discard(pid)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, reap)
