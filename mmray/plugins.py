@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +43,18 @@ def source_digest(part: object) -> str:
     """
     file = sys.modules[part.__module__].__file__ or ""
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+
+
+@contextmanager
+def packages_hidden(*packages: str) -> Iterator[None]:
+    """Scope in which packages that are not imported yet cannot be found."""
+    hidden = [name for name in packages if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
 
 
 def check_installed(package: str, setting: str, extra: str) -> None:

@@ -4,9 +4,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +17,7 @@ from mmray.models.attention import fuse_projections
 from mmray.models.pixels import use_patch_products
 from mmray.models.protocol import PRETRAINED, Model, WeightSource, as_model
 from mmray.models.weights import parameters_on
+from mmray.plugins import packages_hidden
 
 if TYPE_CHECKING:
     from mmray.config import Model as ModelConfig
@@ -100,21 +98,9 @@ def import_libraries(spec: ModelConfig) -> None:
     """Import transformers, which takes seconds, for the kinds that always use it."""
     if spec.uses_transformers:
         # For losses of detection and weights that torchao quantized: 1.6 s of CPU time.
-        with _not_installed("scipy", "torchao"):
+        with packages_hidden("scipy", "torchao"):
             import transformers.modeling_utils  # noqa: F401
         from transformers.utils import import_utils
 
         import_utils.is_scipy_available.cache_clear()
         import_utils.is_torchao_available.cache_clear()
-
-
-@contextmanager
-def _not_installed(*packages: str) -> Iterator[None]:
-    """Scope in which packages that are not imported yet cannot be found."""
-    hidden = [name for name in packages if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        for name in hidden:
-            del sys.modules[name]

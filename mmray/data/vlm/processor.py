@@ -15,7 +15,7 @@ from typing import Any
 from mmray.data.vlm.families import MODEL_CONFIG, WEIGHTS_SETTING, Family
 from mmray.data.vlm.video import FrameProcessor
 from mmray.errors import UsageError
-from mmray.plugins import load_class
+from mmray.plugins import load_class, packages_hidden
 
 # Files of a model, besides its weights, that determine its inputs and answers.
 PROCESSOR_FILES = (
@@ -67,13 +67,12 @@ def torch_hidden() -> Iterator[None]:
         yield
         return
     logger = logging.getLogger("transformers")  # it warns that it has no torch
-    sys.modules["torch"] = None  # type: ignore[assignment]
     logger.disabled = True
     try:
-        yield
+        with packages_hidden("torch"):
+            yield
     finally:
         logger.disabled = False
-        del sys.modules["torch"]
 
 
 def load_processor(weights: str, config: dict[str, Any] | None) -> Any:
