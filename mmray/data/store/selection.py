@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.row_columns import TYPES, column_types
-from mmray.data.store.shard_table import MappedFile, ShardTable
+from mmray.data.store.shard_table import MappedFile, ShardTable, pack_mask
 from mmray.errors import UsageError, suggest
 from mmray.storage.paths import AnyPath, write_atomic
 
@@ -284,7 +284,7 @@ def drop_rows(
         except ValueError as error:  # an overflow depends on the values
             raise UsageError(f"{setting}: {error} ({prepared.folder})") from None
         is_dropped[table.dropped(number)] = True
-        dropped[number] = np.packbits(is_dropped).tobytes() if is_dropped.any() else b""
+        dropped[number] = pack_mask(is_dropped)
         done += int(table.num_kept[number])
         on_rows(done, prepared.num_rows)
     selected = prepared.with_shards(table.with_dropped(dropped))

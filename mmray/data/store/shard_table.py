@@ -46,7 +46,7 @@ class Shard:
         num_bytes: Size of the file.
         sha256: Hex digest of the rows, in order.
         dropped: A bit for each row of the file, which is set if the row is not part of the set (a
-            duplicate or contaminated); empty if all are. See `pack_rows`.
+            duplicate or contaminated); empty if no row is dropped. See `pack_rows`.
         offsets: Byte offset of each Arrow record batch and of the end of the last one.
         labels: Class in the set of each label of the file, because classes are numbered by their
             names in the whole set; empty: they are the same.
@@ -81,7 +81,12 @@ def pack_rows(rows: Sequence[int] | np.ndarray, num_rows: int) -> bytes:
     """Return `Shard.dropped` of a shard with some rows; IndexError if it does not have them."""
     is_dropped = np.zeros(num_rows, bool)
     is_dropped[np.asarray(rows, np.int64)] = True
-    return np.packbits(is_dropped).tobytes() if len(rows) else b""
+    return pack_mask(is_dropped)
+
+
+def pack_mask(is_dropped: np.ndarray) -> bytes:
+    """Return `Shard.dropped` of a shard with a bool for each row."""
+    return np.packbits(is_dropped).tobytes() if is_dropped.any() else b""
 
 
 def _unpack_rows(bits: bytes, num_rows: int) -> np.ndarray:
