@@ -122,7 +122,8 @@ def write_records(
     out: AnyPath, file: str, records: Sequence[Record], batches: Iterable[pa.RecordBatch]
 ) -> None:
     """Write a file of records, which appears when it is complete."""
-    summaries = orjson.dumps(records, default=repr, option=orjson.OPT_SERIALIZE_NUMPY)
+    # `bytes` are those of `dropped`, which are not read again.
+    summaries = orjson.dumps(records, default=bytes.hex, option=orjson.OPT_SERIALIZE_NUMPY)
     schema = SCHEMA.with_metadata({_SUMMARIES: summaries})
     with open_output(out / file) as stream, pa.ipc.new_file(stream, schema) as writer:
         for batch in batches:
