@@ -181,9 +181,9 @@ def describe_other_inputs(model: Model, tokenizer_json: str) -> Iterator[str]:
             used, trained = (" ".join(map(str, values)) for values in (own, stored))
             yield f"model.inputs.{name} is {used}, but {image} was trained with {trained}"
     file = tokenizer_file(text)
-    if file is not None and _vocabulary(load_tokenizer(str(file), None)) != _vocabulary(
-        tokenizer_json
-    ):
+    of_weights = tokenizer_json if file is None else load_tokenizer(str(file), None)
+    # Equal texts, as usual, are not parsed: a vocabulary has up to 20 MB.
+    if of_weights != tokenizer_json and _vocabulary(of_weights) != _vocabulary(tokenizer_json):
         yield (
             f"model.inputs.tokenizer {model.inputs.tokenizer} has another vocabulary than {file}, "
             f"next to the weights; to use that: --model.inputs.tokenizer {file}"
