@@ -94,7 +94,7 @@ class ListingSource(Source):
     def splits(self, names: list[str]) -> dict[str, str | None]:
         return dict.fromkeys(names)
 
-    def check_files(self, names: Sequence[str]) -> None:
+    def before_scan(self, names: Sequence[str]) -> None:
         with open_output(self.prepared_folder / self.listing) as file:
             for location, row in self.list_rows():
                 if split := row.get("split"):

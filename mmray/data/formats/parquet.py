@@ -102,8 +102,8 @@ class ParquetSource(BinarySource):
             rows = file.iter_batches(_ROWS_PER_BATCH, row_groups=groups, columns=columns)
             yield from _slice_rows(rows, start - (ends[first - 1] if first else 0), stop - start)
 
-    def check_files(self, names: Sequence[str]) -> None:
-        super().check_files(names)
+    def before_scan(self, names: Sequence[str]) -> None:
+        super().before_scan(names)
         if self._earlier:
             self._set_class_names(self.earlier_class_names)
 

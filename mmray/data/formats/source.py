@@ -221,7 +221,7 @@ class Source(ABC):
         """
         names = self.names()
         splits = self.splits(names)
-        self.check_files(names)
+        self.before_scan(names)
         index = 0
         rows = 0
         for name in names:
@@ -230,8 +230,11 @@ class Source(ABC):
                 index += 1
                 rows += chunk.num_rows or 0
 
-    def check_files(self, names: Sequence[str]) -> None:
-        """Check the files for which `scan_file` is called next, in this order. Raises DataError."""
+    def before_scan(self, names: Sequence[str]) -> None:
+        """Check or list the rows of the files for which `scan_file` is called next, in this order.
+
+        Raises DataError.
+        """
         return
 
     def scan_file(self, name: str, rows_per_chunk: int, rows_before: int) -> Iterator[SourceChunk]:
@@ -417,7 +420,7 @@ class BinarySource(Source):
     check_file: Callable[[str], Any]
     cut: Callable[[Any, int, int, int], Iterator[tuple[int, int, int | None]]]
 
-    def check_files(self, names: Sequence[str]) -> None:
+    def before_scan(self, names: Sequence[str]) -> None:
         stats = self.stats(names)
         self._sizes = {name: stat.st_size for name, stat in stats.items()}
         self._signatures = {name: _signature(name, stat) for name, stat in stats.items()}

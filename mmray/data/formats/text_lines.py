@@ -160,7 +160,7 @@ class JsonlSource(Source):
         files = [name for name in names if name.lower().endswith(cls.suffixes)]
         return len(files) > 1 and None not in splits_of_paths(files).values()
 
-    def check_files(self, names: Sequence[str]) -> None:
+    def before_scan(self, names: Sequence[str]) -> None:
         for name in names:
             self.check(name)
 

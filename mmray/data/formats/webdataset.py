@@ -104,8 +104,8 @@ class WebDatasetSource(BinarySource):
     def matches_folder(cls, names: list[str]) -> bool:
         return any(name.lower().endswith(cls.suffixes) for name in names)
 
-    def check_files(self, names: Sequence[str]) -> None:
-        super().check_files(names)
+    def before_scan(self, names: Sequence[str]) -> None:
+        super().before_scan(names)
         self.class_names = self._listed_classes
 
     def check_file(self, name: str) -> None:
