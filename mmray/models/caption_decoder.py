@@ -51,7 +51,7 @@ def build_decoder(
     inputs = spec.inputs
     num_positions = 0 if tower is None else tower.num_positions(inputs.image_side)
     decoder = CaptionDecoder(shape, image_width, vocab_size, inputs.max_tokens, num_positions)
-    file = Path(vars(spec).get("weights", "none")).expanduser() / DECODER_FILE
+    file = Path(getattr(spec, "weights", "none")).expanduser() / DECODER_FILE
     if source.pretrained and file.exists():
         state = {name.removeprefix("decoder."): each for name, each in load_file(file).items()}
         load_state(decoder, state, f"model.decoder: its sizes are not those of {file}")

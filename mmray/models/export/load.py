@@ -140,7 +140,7 @@ class Embedder:
             UsageError: The model has no decoder of captions.
             DataError: An image is unreadable; the message has its index.
         """
-        if "decoder" not in dict(self.model.named_children()):
+        if getattr(self.model, "decoder", None) is None:
             raise UsageError(
                 "this model has no decoder of captions; train one of kind `two_tower`, `clip` or "
                 "`siglip` with --model.decoder.depth N --objective.kind 'contrastive + captioning'"
