@@ -157,16 +157,24 @@ def _hf_settings(weights: str) -> dict[str, Any]:
     return {"kind": kind} | sizes | sections
 
 
-def normalization(weights: Path) -> dict[str, tuple[float, ...]]:
-    """Return the mean and the standard deviation of pixels that local weights were trained with, as
+def normalization(weights: str) -> dict[str, tuple[float, ...]]:
+    """Return the mean and the standard deviation of pixels that weights were trained with, as
     `mean` and `std`; {} if no file next to them defines both.
+
+    Raises UsageError if the weights are those of the hub, which is unreachable.
     """
-    folder = weights if weights.is_dir() else weights.parent
-    timm = read_weights_json(SETTING, str(folder), ["config.json"]).get("pretrained_cfg", {})
-    found = timm | open_clip.preprocessing(folder / "weights") | _preprocessing(str(folder))
+    folder = weights_folder(weights)
+    timm = read_weights_json(SETTING, folder, ["config.json"]).get("pretrained_cfg", {})
+    found = timm | open_clip.preprocessing(Path(folder) / "weights") | _preprocessing(folder)
     if not {"mean", "std"} <= found.keys():
         return {}
     return {name: tuple(found[name]) for name in ("mean", "std")}
+
+
+def weights_folder(weights: str) -> str:
+    """Return the folder of a checkpoint file; otherwise the folder or name of the hub itself."""
+    path = Path(weights).expanduser()
+    return str(path.parent) if path.is_file() else weights
 
 
 def _preprocessing(weights: str) -> dict[str, Any]:

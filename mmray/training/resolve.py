@@ -36,7 +36,7 @@ from mmray.data.vlm.sample import generate_model
 from mmray.data.vlm.token_counter import ProcessorCounter, UnusedTextSearch
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import DataError, Log, ResourceError, UsageError
-from mmray.models.pretrained import normalization
+from mmray.models.pretrained import normalization, weights_folder
 from mmray.storage.paths import RemotePath, to_path
 from mmray.training import RunReporter
 from mmray.training.references import check_held_out, open_references, open_teacher
@@ -166,7 +166,7 @@ def _with_vocab_of(tokenizer_json: str, model: Model) -> Model:
 
 def describe_other_inputs(model: Model, tokenizer_json: str) -> Iterator[str]:
     """Describe mean and standard deviation of pixels, and the vocabulary, if those of the run are
-    not those next to its local weights.
+    not those of its weights, or could not be read from the hub.
 
     Args:
         model: The `model` section.
@@ -174,19 +174,37 @@ def describe_other_inputs(model: Model, tokenizer_json: str) -> Iterator[str]:
     """
     whole = model.initial_weights
     weights = {"image": whole, "text": whole} | model.part_weights()
-    image, text = (Path(weights[part]).expanduser() for part in ("image", "text"))
-    for name, stored in normalization(image).items() if image.exists() else ():
+    try:
+        yield from _describe_other_pixels(model, weights["image"])
+        yield from _describe_other_vocabulary(model, weights["text"], tokenizer_json)
+    except UsageError as error:
+        yield f"model.inputs are not compared with those of the weights: {error}"
+
+
+def _describe_other_pixels(model: Model, weights: str) -> Iterator[str]:
+    for name, stored in normalization(weights).items() if weights != "none" else ():
         own = getattr(model.inputs, name)
         if any(abs(a - b) > 1e-4 for a, b in zip(own, stored, strict=True)):
             used, trained = (" ".join(map(str, values)) for values in (own, stored))
-            yield f"model.inputs.{name} is {used}, but {image} was trained with {trained}"
-    file = tokenizer_file(text)
-    of_weights = tokenizer_json if file is None else load_tokenizer(str(file), None)
+            yield f"model.inputs.{name} is {used}, but {weights} was trained with {trained}"
+
+
+def _describe_other_vocabulary(model: Model, weights: str, tokenizer_json: str) -> Iterator[str]:
+    if weights in ("none", model.inputs.tokenizer):
+        return
+    name = weights_folder(weights)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        file = tokenizer_file(folder)
+        if file is None:
+            return
+        name = str(file)
+    of_weights = load_tokenizer(name, None)
     # Equal texts, as usual, are not parsed: a vocabulary has up to 20 MB.
     if of_weights != tokenizer_json and _vocabulary(of_weights) != _vocabulary(tokenizer_json):
         yield (
-            f"model.inputs.tokenizer {model.inputs.tokenizer} has another vocabulary than {file}, "
-            f"next to the weights; to use that: --model.inputs.tokenizer {file}"
+            f"model.inputs.tokenizer {model.inputs.tokenizer} has another vocabulary than {name}, "
+            f"that of the weights; to use that: --model.inputs.tokenizer {name}"
         )
 
 

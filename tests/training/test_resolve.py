@@ -342,8 +342,8 @@ def test_inputs_that_differ_from_those_of_local_weights_are_stated(tmp_path):
     assert lines(model) == [
         f"model.inputs.mean is 0.485 0.456 0.406, but {image} was trained with 0.5 0.5 0.5",
         f"model.inputs.std is 0.229 0.224 0.225, but {image} was trained with 0.25 0.25 0.25",
-        f"model.inputs.tokenizer trained has another vocabulary than {text}/tokenizer.json, next "
-        f"to the weights; to use that: --model.inputs.tokenizer {text}/tokenizer.json",
+        f"model.inputs.tokenizer trained has another vocabulary than {text}/tokenizer.json, that "
+        f"of the weights; to use that: --model.inputs.tokenizer {text}/tokenizer.json",
     ]
     (text / "tokenizer.json").write_text(made.tokenizer_json)
     (image / "preprocessor_config.json").unlink()
@@ -351,3 +351,48 @@ def test_inputs_that_differ_from_those_of_local_weights_are_stated(tmp_path):
     values = {"model_type": "timm_wrapper", "pretrained_cfg": timm}
     (image / "config.json").write_text(json.dumps(values))
     assert lines(model) == []
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_inputs_of_weights_of_the_hub_are_compared(is_cached, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    make_set(tmp_path / "set", [row(number) for number in range(50)])
+    repository, commit = tmp_path / "models--a--b", "0" * 40
+    cached = repository / "snapshots" / commit
+    for folder in (repository / "refs", cached):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    files = {
+        "config.json": json.dumps({"model_type": "vit"}),
+        "preprocessor_config.json": json.dumps(
+            {"image_mean": [0.5] * 3, "image_std": [0.25] * 3}
+        ),
+        "tokenizer.json": train_tokenizer(["others"], 64),
+    }
+    for name in files if is_cached else ():
+        (cached / name).write_text(files[name])
+    missing = repository / ".no_exist" / commit
+    missing.mkdir(parents=True)
+    (missing / "open_clip_config.json").touch()
+    wanted = config(tmp_path / "set", tmp_path, "run")
+    towers = {
+        "image": ImageTower(name="transformers", weights="a/b"),
+        "text": TextTower(weights="a/b"),
+    }
+    reporter = Silent()
+    resolve_run(wanted.replace(model=TwoTower(**dict(wanted.model) | towers)), reporter)
+    lines = settings_lines(reporter)
+    if not is_cached:
+        (line,) = lines
+        assert "not compared with those of the weights" in line
+        assert "cannot read config.json of `a/b`" in line
+        return
+    assert lines == [
+        "model.inputs.mean is 0.485 0.456 0.406, but a/b was trained with 0.5 0.5 0.5",
+        "model.inputs.std is 0.229 0.224 0.225, but a/b was trained with 0.25 0.25 0.25",
+        "model.inputs.tokenizer trained has another vocabulary than a/b, that of the weights; to "
+        "use that: --model.inputs.tokenizer a/b",
+    ]
