@@ -367,9 +367,7 @@ def test_inputs_of_weights_of_the_hub_are_compared(is_cached, tmp_path, monkeypa
     (repository / "refs" / "main").write_text(commit)
     files = {
         "config.json": json.dumps({"model_type": "vit"}),
-        "preprocessor_config.json": json.dumps(
-            {"image_mean": [0.5] * 3, "image_std": [0.25] * 3}
-        ),
+        "preprocessor_config.json": json.dumps({"image_mean": [0.5] * 3, "image_std": [0.25] * 3}),
         "tokenizer.json": train_tokenizer(["others"], 64),
     }
     for name in files if is_cached else ():
