@@ -18,6 +18,7 @@ import numpy as np
 
 from mmray.data.images.decode import MAX_PIXELS, BadImage
 from mmray.data.media.formats import NAMES, detect_demuxer
+from mmray.data.media.orientation import display_matrix, turns_sideways, upright
 from mmray.errors import UsageError
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ _HD_SIZE = (1280, 720)
 _UNSPECIFIED_MATRIX = 2
 _BT709 = 1
 _HDR_TRANSFERS = (16, 18)  # PQ and HLG
+_PROGRESSIVE = (0, 1)  # field orders: unknown, progressive
 # A larger gap between the timestamps of two audio frames is filled with silence.
 _MAX_JITTER_S = 0.01
 # Their durations are estimated from the size of the file.
@@ -66,8 +68,8 @@ class MediaInfo(NamedTuple):
         duration_s: Seconds from there to its end; 0 if the header has none.
         rate: Samples or frames per second.
         channels: Channels of the audio; 0 for a video without sound.
-        width: Width of upright frames in pixels; 0 for audio.
-        height: Height of upright frames in pixels; 0 for audio.
+        width: Width of frames in pixels, upright after a complete check; 0 for audio.
+        height: Height of frames in pixels, upright after a complete check; 0 for audio.
         stream_start_s: Like `start_s`, of a video without its sound.
         stream_s: Like `duration_s`, of a video without its sound.
         notices: What the file has and a clip of it does not, as clauses of `SourceRow.notices`.
@@ -130,14 +132,18 @@ def verify_media(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaI
             }
         starts = dict.fromkeys((stream.index for stream in streams), math.inf)
         ends = dict.fromkeys(starts, -math.inf)
+        is_turned = False
         for packet in container.demux(streams):
             for frame in packet.decode():
                 if frame.is_corrupt:
                     raise BadMedia("corrupt", f"a frame at {frame.time or 0:.2f} s is damaged")
-                if isinstance(frame, av.VideoFrame) and frame.width * frame.height > max_pixels:
-                    raise BadMedia(
-                        "too-large", f"{frame.width} x {frame.height} is over {max_pixels} pixels"
-                    )
+                if isinstance(frame, av.VideoFrame):
+                    if frame.width * frame.height > max_pixels:
+                        raise BadMedia(
+                            "too-large",
+                            f"{frame.width} x {frame.height} is over {max_pixels} pixels",
+                        )
+                    is_turned = turns_sideways(display_matrix(frame))
                 if frame.time is None:
                     continue
                 start = frame.time - _zero(container)
@@ -153,7 +159,10 @@ def verify_media(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaI
             raise BadMedia("truncated", "it has a header, and nothing that can be decoded")
         _check_duration(container, streams, ends)
         index = streams[0].index
+        width, height = (info.width, info.height)[:: -1 if is_turned else 1]
         return info._replace(
+            width=width,
+            height=height,
             start_s=first,
             duration_s=last - first,
             stream_start_s=starts[index] if ends[index] > starts[index] else first,
@@ -231,7 +240,7 @@ def read_frames(
                 src_colorspace=_BT709 if is_hd and is_untagged else None,
                 threads=1,
             )
-            pixels.append(np.rot90(rgb.to_ndarray(), round(frame.rotation / 90))[None])
+            pixels.append(upright(rgb.to_ndarray(), display_matrix(frame))[None])
         return np.concatenate(pixels[len(shown) > 0 :]), times
 
 
@@ -463,6 +472,12 @@ def _notices(container: InputContainer, kind: str, video: VideoStream | None) ->
         "an HDR video (PQ or HLG) is not tone-mapped, so its colors are pale": kind == "video"
         and video is not None
         and video.codec_context.color_trc in _HDR_TRANSFERS,
+        "an interlaced video is not deinterlaced": kind == "video"
+        and video is not None
+        and video.codec_context.field_order not in _PROGRESSIVE,
+        "a video whose pixels are not square is not stretched": kind == "video"
+        and video is not None
+        and (video.sample_aspect_ratio or 1) != 1,
         "the video of a file in the column `audio` is not used": kind == "audio"
         and video is not None,
         "video streams of a file after the first are not used": kind == "video"

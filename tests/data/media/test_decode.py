@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import struct
 from typing import Any
 
 import av
 import numpy as np
 import pytest
+from PIL import Image
 
 from mmray.data.media.decode import (
     BadMedia,
@@ -97,18 +99,38 @@ def test_samples_outside_the_audio_are_zeros() -> None:
     assert np.abs(samples[8000:24000]).max() > 10000
 
 
-def test_rotated_video_is_upright() -> None:
+@pytest.mark.parametrize(
+    ("matrix", "operations"),
+    [
+        ((0, 1, -1, 0), [Image.Transpose.ROTATE_270]),  # clockwise by 90 degrees
+        ((-1, 0, 0, -1), [Image.Transpose.ROTATE_180]),
+        ((0, -1, 1, 0), [Image.Transpose.ROTATE_90]),
+        ((-1, 0, 0, 1), [Image.Transpose.FLIP_LEFT_RIGHT]),
+        ((1, 0, 0, -1), [Image.Transpose.FLIP_TOP_BOTTOM]),
+        ((0, 1, 1, 0), [Image.Transpose.TRANSPOSE]),
+        ((0, -1, -1, 0), [Image.Transpose.TRANSVERSE]),
+    ],
+)
+def test_rotated_and_mirrored_videos_are_as_players_show_them(
+    matrix: tuple[int, ...], operations: list[Image.Transpose]
+) -> None:
     data = encode_video(times_ms=range(0, 400, 40))
-    # The matrix of the track header turns by 90 degrees: (0, 1, -1, 0) in 16.16.
-    upright = bytes.fromhex("00010000" + "00000000" * 3 + "00010000")
-    turned = bytes.fromhex("00000000" + "00010000" + "00000000" + "ffff0000" + "00000000")
-    track = data.index(b"tkhd")
-    at = data.index(upright, track)
-    rotated = data[:at] + turned + data[at + len(turned) :]
-    plain, _ = read_frames(data, [0.2])
-    frames, _ = read_frames(rotated, [0.2])
-    # Clockwise, as players show it.
-    np.testing.assert_array_equal(frames[0], np.rot90(plain[0], -1))
+    frame = Image.fromarray(read_frames(data, [0.2])[0][0])
+    for operation in operations:
+        frame = frame.transpose(operation)
+    np.testing.assert_array_equal(
+        read_frames(with_display_matrix(data, matrix), [0.2])[0][0], np.asarray(frame)
+    )
+    wide = verify_media(with_display_matrix(uniform_video(32, 1), matrix), "video")
+    assert (wide.width, wide.height) == ((32, 64) if matrix[0] == 0 else (64, 32))
+
+
+def with_display_matrix(data: bytes, matrix: tuple[int, ...]) -> bytes:
+    """Return an MP4 whose track header has a matrix (a, b, c, d)."""
+    upright = struct.pack(">5i", 1 << 16, 0, 0, 0, 1 << 16)
+    a, b, c, d = (value << 16 for value in matrix)
+    at = data.index(upright, data.index(b"tkhd"))
+    return data[:at] + struct.pack(">5i", a, b, 0, c, d) + data[at + len(upright) :]
 
 
 def test_limits_name_their_numbers() -> None:
@@ -214,6 +236,22 @@ def test_hdr_videos_are_noted(transfer: int, is_hdr: bool) -> None:
     data = uniform_video(64, 9, transfer)
     for info in (read_header(data, "video"), verify_media(data, "video")):
         assert len(info.notices) == is_hdr and all("HDR" in text for text in info.notices)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"aspect": "16/11"}, "a video whose pixels are not square is not stretched"),
+        ({"aspect": "1/1"}, None),
+        ({"x264-params": "tff=1"}, "an interlaced video is not deinterlaced"),
+    ],
+)
+def test_shapes_of_frames_that_players_change_are_noted(
+    options: dict[str, str], text: str | None
+) -> None:
+    data = encode_video(times_ms=[0, 40], options=options)
+    for info in (read_header(data, "video"), verify_media(data, "video")):
+        assert info.notices == [text] * (text is not None)
 
 
 def test_streams_that_are_not_used_are_noted() -> None:
