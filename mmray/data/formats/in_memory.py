@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image
+from PIL import Image, ImageFile, ImageOps
 
 from mmray.builtin import CHAT_COLUMNS, COLUMNS
 from mmray.data.formats.columns import Columns
@@ -51,6 +52,10 @@ _HASH_BYTES = 1 << 20
 _MAX_PATH = 4096
 # Rows, and the metadata of their Arrow schema.
 Part = tuple[Iterator[Mapping[str, Any]], dict[bytes, bytes] | None]
+# Modes of Pillow that are stored as PNG in another mode.
+_PNG_MODES = dict.fromkeys(("PA", "La", "RGBa"), "RGBA") | dict.fromkeys(
+    ("CMYK", "YCbCr", "HSV", "LAB", "RGBX"), "RGB"
+)
 _PANDAS_MISSING = ("NAType", "NaTType")  # types of missing values besides NaN
 
 
@@ -154,9 +159,7 @@ def _encode_image(value: object) -> dict[str, Any] | None:
     if isinstance(value, (np.ndarray, list)):
         value = _image_of_array(np.asarray(value))
     if isinstance(value, Image.Image):
-        buffer = io.BytesIO()
-        value.save(buffer, "PNG")
-        return {"path": None, "bytes": buffer.getvalue()}
+        return {"path": None, "bytes": _to_png(value)}
     path = str(value)
     data = None
     with suppress(BadRow):  # the text of an image, in base64 or as a data URI
@@ -167,13 +170,36 @@ def _encode_image(value: object) -> dict[str, Any] | None:
     return {"path": path if len(path) < _MAX_PATH else None, "bytes": data}
 
 
+def _to_png(image: Image.Image) -> bytes:
+    """Return an image as PNG, upright if it is as it was opened: copies have their own pixels."""
+    if isinstance(image, ImageFile.ImageFile):
+        image = ImageOps.exif_transpose(image)
+    if image.mode in _PNG_MODES:
+        image = image.convert(_PNG_MODES[image.mode])
+    if image.mode in ("I", "I;16B", "I;16L"):
+        values = np.asarray(image)
+        if not 0 <= values.min() <= values.max() < 1 << 16:
+            raise DataError(
+                f"an image of mode {image.mode} has values from {values.min()} to {values.max()}; "
+                "give 0 to 65,535, or convert it to mode L"
+            )
+        image = Image.fromarray(values.astype(np.uint16))
+    buffer = io.BytesIO()
+    try:
+        image.save(buffer, "PNG")
+    except OSError as error:
+        raise DataError(f"an image of mode {image.mode}: {error}; convert it to RGB") from None
+    return buffer.getvalue()
+
+
 def _image_of_array(array: np.ndarray) -> Image.Image:
     if array.dtype != np.uint8 and array.size and 0 <= array.min() <= array.max() <= 255:
         array = array.astype(np.uint8) if np.issubdtype(array.dtype, np.integer) else array
-    if array.dtype != np.uint8 or array.ndim not in (2, 3):
+    is_shape = array.ndim == 2 or (array.ndim == 3 and 1 <= array.shape[2] <= 4)
+    if array.dtype != np.uint8 or not is_shape:
         raise DataError(
             f"an image is an array of {array.dtype} and shape {array.shape}; give uint8 of shape "
-            "[H, W] or [H, W, C], a PIL image, encoded bytes or a path"
+            "[H, W] or [H, W, C] with up to 4 channels, a PIL image, encoded bytes or a path"
         )
     return Image.fromarray(array.squeeze(-1) if array.shape[2:] == (1,) else array)
 
@@ -253,6 +279,10 @@ def _parts_of(dataset: object) -> Iterator[Part]:
 def _rows_of(dataset: Any) -> Part:
     package = _package(dataset)
     if package == "pandas" and type(dataset).__name__ == "DataFrame":
+        # An index without a name is the number of the row.
+        index = [name for name in dataset.index.names if name not in (None, *dataset.columns)]
+        dataset = dataset.reset_index(index) if index else dataset
+        _check_unique(dataset.columns)
         starts = range(0, len(dataset), _ROWS_PER_FILE)
         parts = (dataset.iloc[start : start + _ROWS_PER_FILE] for start in starts)
         return (row for part in parts for row in part.to_dict("records")), None
@@ -262,6 +292,7 @@ def _rows_of(dataset: Any) -> Part:
         metadata = dataset.features.arrow_schema.metadata if dataset.features else None
         return (row for table in tables for row in table.to_pylist()), metadata
     if isinstance(dataset, pa.Table):
+        _check_unique(dataset.column_names)
         batches = dataset.to_batches(max_chunksize=_ROWS_PER_FILE)
         return (row for batch in batches for row in batch.to_pylist()), dataset.schema.metadata
     if isinstance(dataset, Iterable) and not isinstance(dataset, Mapping):
@@ -270,6 +301,15 @@ def _rows_of(dataset: Any) -> Part:
         f"cannot read rows from {type(dataset).__name__}: give a path, a ray.data.Dataset, a "
         "pandas or pyarrow table, a Hugging Face Dataset, or an iterable of dicts"
     )
+
+
+def _check_unique(names: Iterable[object]) -> None:
+    """Raise DataError if several columns have one name, of which a dict would have the last."""
+    repeated = [name for name, count in Counter(map(str, names)).items() if count > 1]
+    if repeated:
+        raise DataError(
+            f"the dataset has several columns {', '.join(repeated)}; rename or drop one"
+        )
 
 
 def _move_to_digest(staging: AnyPath, parent: AnyPath) -> AnyPath:

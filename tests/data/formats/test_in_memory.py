@@ -12,6 +12,7 @@ import mmray
 from mmray.config import Prepare
 from mmray.data.formats.columns import Columns
 from mmray.data.formats.in_memory import encode_row, store_rows
+from mmray.data.images.decode import decode
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.row_columns import column_types
@@ -136,6 +137,53 @@ def test_paths_in_content_parts_are_relative_to_the_working_directory(tmp_path, 
     assert [row.media[0].data for row in stored] == [noisy(number) for number in range(3)]
 
 
+def test_named_index_of_pandas_is_a_column(tmp_path):
+    frame = as_pandas(tmp_path)[["image", "text"]]
+    frame.index = pd.Index([f"post-{number}" for number in range(NUM_ROWS)], name="id")
+    mmray.prepare(frame, tmp_path / "set", reporter=Silent())
+    assert PreparedSet.open(str(tmp_path / "set")).keys() == list(frame.index)
+
+
+COLORS = Image.open(io.BytesIO(noisy(0))).convert("RGB")
+GRAYS = np.asarray(COLORS.convert("L"))
+
+
+@pytest.mark.parametrize(
+    ("image", "expected"),
+    [
+        (COLORS.convert("CMYK"), COLORS.convert("CMYK").convert("RGB")),
+        (COLORS.convert("YCbCr"), COLORS.convert("YCbCr").convert("RGB")),
+        (COLORS.convert("PA"), COLORS.convert("PA").convert("RGB")),
+        (Image.fromarray(GRAYS.astype(np.int32) * 257), Image.fromarray(GRAYS).convert("RGB")),
+    ],
+    ids=["CMYK", "YCbCr", "PA", "I"],
+)
+def test_images_of_other_modes_have_their_colors(image, expected, tmp_path):
+    mmray.prepare([{"image": image, "text": "a"}], tmp_path / "set", reporter=Silent())
+    row = PreparedSet.open(str(tmp_path / "set")).read(np.array([0]))[0]
+    np.testing.assert_array_equal(decode(row.image), np.asarray(expected))
+
+
+def test_an_opened_image_is_upright(tmp_path):
+    """As the bytes of its file are. A copy, such as one that was rotated, has its own pixels."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    file = io.BytesIO()
+    COLORS.resize((32, 16)).save(file, "PNG", exif=exif)
+    opened = Image.open(file)
+    turned = opened.rotate(-90, expand=True)
+    rows = [
+        {"image": file.getvalue(), "text": "bytes"},
+        {"image": opened, "text": "opened"},
+        {"image": turned, "text": "turned"},
+    ]
+    mmray.prepare(rows, tmp_path / "set", duplicates="keep", reporter=Silent())
+    stored = PreparedSet.open(str(tmp_path / "set")).read(np.arange(3))
+    expected = np.asarray(turned)
+    for row in stored:
+        np.testing.assert_array_equal(decode(row.image), expected)
+
+
 def test_equal_rows_are_stored_once(tmp_path):
     rows = [{"img": noisy(1), "text": "a"}]
     stored = {store_rows(rows, tmp_path, {"image": "img"}) for _ in range(2)}
@@ -149,6 +197,10 @@ def test_equal_rows_are_stored_once(tmp_path):
         (7, UsageError, "cannot read rows from int"),
         ([{"picture": b"", "text": "a"}], DataError, "none is `image`"),
         ([{"image": np.zeros((4, 4), np.float32), "text": "a"}], DataError, "array of float32"),
+        ([{"image": np.zeros((3, 8, 8), np.uint8), "text": "a"}], DataError, "(3, 8, 8)"),
+        ([{"image": Image.new("I", (8, 8), -1), "text": "a"}], DataError, "mode I has values"),
+        ([{"image": Image.new("F", (8, 8)), "text": "a"}], DataError, "mode F"),
+        (pa.table([[b""], ["a"], ["b"]], ["image", "text", "text"]), DataError, "several columns"),
         ([{"image": b"", "text": "a"}, {"image": b"", "text": 3}], DataError, "different types"),
     ],
 )
