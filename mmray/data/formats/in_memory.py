@@ -152,7 +152,13 @@ def _encode_image(value: object) -> dict[str, Any] | None:
         return None
     if isinstance(value, Mapping):
         data = value.get("bytes")
-        path = value.get("path")
+        path = value.get("path", value.get("url"))
+        fields = [str(name) for name, each in value.items() if each is not None]
+        if data is None and path is None and fields:
+            raise DataError(
+                f"an image, audio or video is an object with {', '.join(fields)[:80]}; give it as "
+                "encoded bytes, as a path or as an object with bytes or path"
+            )
         return {"path": path, "bytes": data} if data is not None else _encode_image(path)
     if isinstance(value, (bytes, bytearray)):
         return {"path": None, "bytes": bytes(value)}
@@ -193,8 +199,8 @@ def _to_png(image: Image.Image) -> bytes:
 
 
 def _image_of_array(array: np.ndarray) -> Image.Image:
-    if array.dtype != np.uint8 and array.size and 0 <= array.min() <= array.max() <= 255:
-        array = array.astype(np.uint8) if np.issubdtype(array.dtype, np.integer) else array
+    if np.issubdtype(array.dtype, np.integer) and array.size:
+        array = array.astype(np.uint8) if 0 <= array.min() <= array.max() <= 255 else array
     is_shape = array.ndim == 2 or (array.ndim == 3 and 1 <= array.shape[2] <= 4)
     if array.dtype != np.uint8 or not is_shape:
         raise DataError(

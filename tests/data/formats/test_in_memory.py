@@ -23,6 +23,7 @@ from tests.training.runs import Silent
 datasets = pytest.importorskip("datasets")
 pytestmark = pytest.mark.usefixtures("in_process")  # packing has tests of its own
 NUM_ROWS = 20
+CHAT = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
 TEXTS = [f"{CAPTIONS[number % 3]} {number}" for number in range(NUM_ROWS)]
 
 
@@ -137,6 +138,15 @@ def test_paths_in_content_parts_are_relative_to_the_working_directory(tmp_path, 
     assert [row.media[0].data for row in stored] == [noisy(number) for number in range(3)]
 
 
+@pytest.mark.parametrize("field", ["path", "url"])
+def test_image_of_a_conversation_may_be_an_object_with_its_path(field, tmp_path):
+    (tmp_path / "0.png").write_bytes(noisy(0))
+    rows = [{"image": {field: str(tmp_path / "0.png")}, "messages": CHAT}]
+    mmray.prepare(rows, tmp_path / "set", reporter=Silent())
+    row = PreparedSet.open(str(tmp_path / "set")).read(np.array([0]))[0]
+    assert [medium.data for medium in row.media] == [noisy(0)]
+
+
 def test_named_index_of_pandas_is_a_column(tmp_path):
     frame = as_pandas(tmp_path)[["image", "text"]]
     frame.index = pd.Index([f"post-{number}" for number in range(NUM_ROWS)], name="id")
@@ -198,6 +208,9 @@ def test_equal_rows_are_stored_once(tmp_path):
         ([{"picture": b"", "text": "a"}], DataError, "none is `image`"),
         ([{"image": np.zeros((4, 4), np.float32), "text": "a"}], DataError, "array of float32"),
         ([{"image": np.zeros((3, 8, 8), np.uint8), "text": "a"}], DataError, "(3, 8, 8)"),
+        ([{"image": [b"a", b"b"], "text": "a"}], DataError, "array of |S1"),
+        ([{"image": {"data": b""}, "messages": CHAT}], DataError, "an object with data"),
+        ([{"audio": {"array": [0.1], "path": None}, "messages": CHAT}], DataError, "with array"),
         ([{"image": Image.new("I", (8, 8), -1), "text": "a"}], DataError, "mode I has values"),
         ([{"image": Image.new("F", (8, 8)), "text": "a"}], DataError, "mode F"),
         (pa.table([[b""], ["a"], ["b"]], ["image", "text", "text"]), DataError, "several columns"),
