@@ -27,14 +27,15 @@ PIXELS = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 CONVNET = ImageTower(name="convnet", width=16, depth=2)
 SIDE = 32
 SWIN = {"embed_dim": 16, "depths": (1, 1, 1), "num_heads": (1, 1, 1), "window_size": 2}
-TIMM: list[tuple[str, dict[str, Any], Any]] = [  # and how features are pooled
-    ("test_vit", {}, lambda hidden: hidden[:, 0]),
-    (
-        "test_vit",
-        {"class_token": False, "reg_tokens": 4, "global_pool": "avg"},
-        lambda hidden: hidden[:, 4:].mean(1),
-    ),
-    ("swin_tiny_patch4_window7_224", SWIN, lambda hidden: hidden.mean((1, 2))),
+SIDES = {"img_size": SIDE}
+TIMM: list[tuple[str, dict[str, Any]]] = [
+    ("test_vit", SIDES),
+    ("test_vit", {**SIDES, "class_token": False, "reg_tokens": 4, "global_pool": "avg"}),
+    ("test_vit", {**SIDES, "global_pool": "avg", "fc_norm": True}),
+    ("test_vit", {**SIDES, "global_pool": "map"}),
+    ("swin_tiny_patch4_window7_224", {**SIDES, **SWIN}),
+    ("test_convnext", {}),
+    ("test_resnet", {}),
 ]
 SMALL: dict[str, dict[str, Any]] = {
     "vit": {
@@ -185,36 +186,42 @@ def test_frozen_batch_norm_of_a_saved_encoder_and_unsupported_type(tmp_path: Pat
         build_image_tower(spec_of(tmp_path), SIDE, "local")
 
 
-@pytest.mark.parametrize(("name", "args", "pooled"), TIMM)
-@torch.no_grad()
-def test_timm_features_are_those_of_the_wrapped_model(
-    name: str, args: Any, pooled: Any, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("name", "args"), TIMM)
+def test_timm_features_are_those_that_timm_pools(name: str, args: Any, tmp_path: Path) -> None:
+    """ConvNeXt normalizes after pooling, SigLIP pools by attention, and all of it is trained."""
     pytest.importorskip("timm")
-    config = AutoConfig.for_model(
-        "timm_wrapper", architecture=name, model_args={"img_size": SIDE, **args}
-    )
+    config = AutoConfig.for_model("timm_wrapper", architecture=name, model_args=args)
     net, pixels = AutoModel.from_config(config).eval(), torch.randn(2, 3, SIDE, SIDE)
-    net.save_pretrained(tmp_path)
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))  # a norm must not be the identity
+        net.save_pretrained(tmp_path)
+        expected = net(pixel_values=pixels).pooler_output
     tower: Any = build_image_tower(spec_of(tmp_path), SIDE, "local").eval()
-    torch.testing.assert_close(tower(pixels), pooled(net(pixel_values=pixels).last_hidden_state))
+    features = tower(pixels)
+    torch.testing.assert_close(features, expected)
+    features.sum().backward()
+    assert all(weight.grad is not None for weight in tower.parameters())
 
 
 def test_head_of_timm_is_frozen_and_wrong_side_is_named(tmp_path: Path) -> None:
-    """ConvNeXt normalizes after pooling; a weight without gradient would stop the dry run."""
+    """MobileNet's features get another width after pooling; a weight without gradient would stop
+    the dry run.
+    """
     pytest.importorskip("timm")
-    for name, args in (("test_convnext", {}), TIMM[2][:2]):
+    swin = "swin_tiny_patch4_window7_224"
+    for name, args in (("mobilenetv3_small_050", {}), (swin, {**SIDES, **SWIN})):
         config = AutoConfig.for_model("timm_wrapper", architecture=name, model_args=args)
         AutoModel.from_config(config).save_pretrained(tmp_path / name)
-    tower = build_image_tower(spec_of(tmp_path / "test_convnext"), 64, "local")
+    tower = build_image_tower(spec_of(tmp_path / "mobilenetv3_small_050"), 64, "local")
     tower(PIXELS).sum().backward()
     frozen = [name for name, weight in tower.named_parameters() if not weight.requires_grad]
-    assert frozen == ["net.timm_model.head.norm.weight", "net.timm_model.head.norm.bias"]
+    assert frozen == ["net.timm_model.conv_head.weight", "net.timm_model.conv_head.bias"]
     assert all(weight.grad is not None for weight in tower.parameters() if weight.requires_grad)
     with pytest.raises(
         UsageError, match=r"image_side: .* cannot encode images of 48 pixels: Input height"
     ):
-        build_image_tower(spec_of(tmp_path / TIMM[2][0]), 48, "local")
+        build_image_tower(spec_of(tmp_path / swin), 48, "local")
 
 
 def test_folder_that_timm_saved_is_an_image_tower(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.error import URLError
 
 import torch
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mmray.config import ImageTower
 
 WEIGHTS_SETTING = "model.image.weights"
+TimmLayout = Literal["NLC", "NCHW", "NHWC"]
 # Layers before the blocks, and those with the blocks, by package and class of the network.
 RESNET_LAYERS = {
     ("torchvision", "ResNet"): (
@@ -57,24 +58,25 @@ def build_image_tower(
 
     Returns:
         A module from normalized pixels [B, 3, S, S] to one feature vector for each image [B,
-        width]: the class token of a transformer that has one, the maximum over the positions of
-        `convnet`, otherwise the mean over the positions.
+        width]: what timm pools for its networks, the class token of another transformer that has
+        one, the maximum over the positions of `convnet`, otherwise the mean over the positions.
 
     Raises:
         UsageError: The tower does not exist, or its weights cannot be read or do not fit.
     """
     net: nn.Module
     tower: ImageEncoder
+    timm_layout = None
     if spec.name == "convnet":
         net = tower = ConvNet(spec.width, spec.depth)
     else:
         if spec.name in ("transformers", "vit"):
-            net, width, prefix = _hf_network(spec, image_side, source)
+            net, width, prefix, timm_layout = _hf_network(spec, image_side, source)
         else:
             net, width, prefix = _resnet(spec, source)
         if batch_norm == "synced":
             net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-        tower = Backbone(net, width, prefix, frozen=batch_norm == "frozen")
+        tower = Backbone(net, width, prefix, batch_norm == "frozen", timm_layout)
     is_file = spec.name != "transformers" and spec.weights not in ("none", "pretrained")
     if source.pretrained and is_file:
         state = read_state_dict(WEIGHTS_SETTING, spec.weights)
@@ -147,9 +149,18 @@ class Backbone(ImageEncoder):
         width: Number of channels of its features.
         prefix_tokens: Number of leading positions that are not patches (class token, registers).
         frozen: BatchNorm always uses its running statistics; its scale and shift are still trained.
+        timm_layout: Layout of the features that `forward_head` of a network of timm pools; None: it
+            does not pool them.
     """
 
-    def __init__(self, net: nn.Module, width: int, prefix_tokens: int, frozen: bool) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        width: int,
+        prefix_tokens: int,
+        frozen: bool,
+        timm_layout: TimmLayout | None = None,
+    ) -> None:
         super().__init__()
         self.net = net
         # the whole network, unless it is a ResNet
@@ -160,6 +171,7 @@ class Backbone(ImageEncoder):
         self.width = width
         self.prefix_tokens = prefix_tokens
         self.frozen = frozen
+        self.timm_layout = timm_layout
         timm_model = getattr(net, "timm_model", None)  # may have only registers
         self.has_class_token = prefix_tokens > 0 and getattr(timm_model, "cls_token", 0) is not None
 
@@ -175,6 +187,21 @@ class Backbone(ImageEncoder):
             return hidden
         return hidden.reshape(len(hidden), self.width, -1).transpose(1, 2)
 
+    def pool(self, features: Tensor) -> Tensor:
+        """Pool as timm does, with the norm of a ConvNeXt or the attention of a SigLIP; as
+        ImageEncoder does for other networks.
+        """
+        if self.timm_layout is None:
+            return super().pool(features)
+        side = math.isqrt(features.shape[1])
+        if self.timm_layout == "NCHW":
+            features = features.transpose(1, 2).unflatten(2, (side, side))
+        elif self.timm_layout == "NHWC":
+            features = features.unflatten(1, (side, side))
+        timm_model: Any = self.net.timm_model
+        pooled: Tensor = timm_model.forward_head(features)
+        return pooled
+
     def _apply_layers(self, names: tuple[str, ...], hidden: Tensor) -> Any:
         for name in names:
             hidden = self.net.get_submodule(name)(hidden)
@@ -188,9 +215,11 @@ class Backbone(ImageEncoder):
         return self
 
 
-def _hf_network(spec: ImageTower, image_side: int, source: WeightSource) -> tuple[Any, int, int]:
-    """Network, width and prefix tokens: from `spec.weights`, or untrained from a config or the
-    settings (`vit`).
+def _hf_network(
+    spec: ImageTower, image_side: int, source: WeightSource
+) -> tuple[Any, int, int, TimmLayout | None]:
+    """Network, width, prefix tokens, and the layout that timm pools: from `spec.weights`, or
+    untrained from a config or the settings (`vit`).
     """
     from transformers import ViTConfig
 
@@ -212,7 +241,7 @@ def _hf_network(spec: ImageTower, image_side: int, source: WeightSource) -> tupl
             f"pixels, not {image_side}"
         )
     try:
-        _freeze_unused(net, image_side)
+        timm_layout = _freeze_unused(net, image_side)
     except (AssertionError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"model.inputs.image_side: {spec.weights} cannot encode images of {image_side} pixels: "
@@ -220,28 +249,43 @@ def _hf_network(spec: ImageTower, image_side: int, source: WeightSource) -> tupl
         ) from None
     if config.model_type == "timm_wrapper":
         timm_model = net.timm_model
-        return net, timm_model.num_features, int(getattr(timm_model, "num_prefix_tokens", 0))
+        prefix_tokens = int(getattr(timm_model, "num_prefix_tokens", 0))
+        return net, timm_model.num_features, prefix_tokens, timm_layout
     if config.model_type == "resnet":
-        return net, config.hidden_sizes[-1], 0
-    return net, config.hidden_size, 1
+        return net, config.hidden_sizes[-1], 0, None
+    return net, config.hidden_size, 1, None
 
 
-def _freeze_unused(net: nn.Module, image_side: int) -> None:
+def _freeze_unused(net: Any, image_side: int) -> TimmLayout | None:
     """Freeze the weights that the features do not depend on, such as those of a head: they would
     get no gradient.
 
     They are found by a backward pass of a copy on the meta device, without memory. Raises the
     network's errors.
+
+    Returns:
+        Layout of the features that `forward_head` of a network of timm pools. None: another
+        network, or its result has another width than the features.
     """
+    layout: TimmLayout | None = None
     on_meta = copy_to_meta(net).eval().requires_grad_()
     with torch.enable_grad():
         pixels = torch.zeros(1, 3, image_side, image_side, device="meta")
         features = on_meta(pixels).last_hidden_state
+        total = features.sum()
+        if net.config.model_type == "timm_wrapper":
+            timm_model: Any = on_meta.timm_model
+            pooled = timm_model.forward_head(features)
+            if pooled.shape == (1, timm_model.num_features):
+                total = total + pooled.sum()
+                is_last = features.shape[-1] == timm_model.num_features
+                layout = "NLC" if features.ndim == 3 else "NHWC" if is_last else "NCHW"
         weights = list(on_meta.parameters())
-        gradients = torch.autograd.grad(features.sum(), weights, allow_unused=True)
+        gradients = torch.autograd.grad(total, weights, allow_unused=True)
     for weight, gradient in zip(net.parameters(), gradients, strict=True):
         if gradient is None:
             weight.requires_grad_(False)
+    return layout
 
 
 def _resnet(spec: ImageTower, source: WeightSource) -> tuple[Any, int, int]:
