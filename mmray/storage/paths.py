@@ -394,6 +394,19 @@ def file_size(path: AnyPath) -> int | None:
         return None
 
 
+def opened_stat(path: AnyPath) -> Any:
+    """Return `stat()` of a file; of a local one after opening it, because NFS caches what `stat`
+    returns.
+
+    Raises:
+        OSError: The file does not exist or cannot be opened.
+    """
+    if isinstance(path, RemotePath):
+        return path.stat()
+    with path.open("rb") as file:
+        return os.fstat(file.fileno())
+
+
 def list_names(folder: AnyPath) -> list[str]:
     """Return the sorted names in a folder; empty if it does not exist."""
     try:

@@ -323,7 +323,7 @@ def _write_records(out: Path, file: str, first: int, rows: int) -> None:
         chunk = SourceChunk(index, "rows", start, int(numbers[-1]) + 1, 1, len(numbers), "")
         counts = [(0, "image", len(numbers))]
         records.append(
-            Record("", chunk, [], None, [shard], len(numbers), {}, [], counts, {}, None, {}, False)
+            Record("", chunk, [], [shard], len(numbers), {}, [], counts, {}, None, {}, False)
         )
     write_records(out, file, records, batches)
 

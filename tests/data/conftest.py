@@ -21,6 +21,15 @@ class StoredFile(io.BytesIO):
     read = io.BytesIO.read
 
 
+class Store(fs.FSSpecHandler):
+    """Gives files the times that a store has."""
+
+    @staticmethod
+    def _create_file_info(path, info):
+        found = fs.FSSpecHandler._create_file_info(path, info)
+        return fs.FileInfo(path, found.type, size=found.size, mtime=info.get("created"))
+
+
 class Requests(list):
     """Methods of the requests to a store.
 
@@ -87,7 +96,7 @@ def memory_store(monkeypatch):
     def from_uri(uri):
         scheme, _, path = uri.partition("://")
         if scheme == "memory":
-            return fs.PyFileSystem(fs.FSSpecHandler(MemoryFileSystem())), f"/{path.lstrip('/')}"
+            return fs.PyFileSystem(Store(MemoryFileSystem())), f"/{path.lstrip('/')}"
         return open_real(uri)
 
     monkeypatch.setattr(MemoryFileSystem, "_open", open_separately)
@@ -102,7 +111,7 @@ def in_process(monkeypatch):
 
     def run(work, items):
         for item in items:
-            packed.append(item[0].index)
+            packed.append(item.index)
             yield work(item)
 
     monkeypatch.setattr(pipeline, "map_tasks", run)

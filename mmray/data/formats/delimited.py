@@ -99,7 +99,7 @@ class CsvSource(JsonlSource):
         self.columns.check_named(layout.names, file, bool(self.name))
 
     def describe(self) -> str:
-        return f"{self.title} with the delimiter {self._layout(self.names()[0]).delimiter}"
+        return f"{self.title} with the delimiter {self._layout(next(iter(self.stats))).delimiter}"
 
     def iter_records(self, name: str, lines: LineReader) -> Iterator[list[str] | BadRow]:
         layout = self._layout(name)

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from mmray.builtin import COLUMNS
 from mmray.data.formats.listing import BAD_ROW, format_line, read_listing
-from mmray.data.formats.source import RawRow, Record, Source, SourceChunk
+from mmray.data.formats.source import RawRow, Record, Scan, Source, SourceChunk
 from mmray.data.formats.text_lines import JsonlSource
 from mmray.data.partitions import read_part, write_parts
 from mmray.data.rows import (
@@ -71,19 +71,17 @@ class GroupedSource(Source):
         self.has_types = source.has_types
 
     @cached_property
-    def files_digest(self) -> str:
-        return self._source.files_digest
-
-    def unchanged_chunks(self, files_digest: str) -> Sequence[SourceChunk]:
-        chunks = super().unchanged_chunks(files_digest)
-        ends = {chunk.file: chunk.stop for chunk in chunks}
-        sizes = {name: file_size(self.prepared_folder / name) for name in ends}
-        return chunks if sizes == ends else ()
+    def files(self) -> dict[str, str]:
+        return self._source.files
 
     def describe(self) -> str:
         return f"{self._source.describe()}, grouped by image"
 
     def scan(self, rows_per_chunk: int) -> Iterator[SourceChunk]:
+        if self._is_unchanged():
+            self.class_names = self.earlier.class_names
+            yield from self.earlier.chunks
+            return
         source = self._source
         chunks = list(source.scan(ROWS_PER_CHUNK))
         self.class_names = source.class_names
@@ -103,7 +101,7 @@ class GroupedSource(Source):
             self.split_rows.update(splits)
         listings = []
         for number, rows_before in enumerate((num_groups.cumsum() - num_groups).tolist()):
-            earlier = [chunk for chunk in self.earlier if chunk.file == names[number]]
+            earlier = [chunk for chunk in self.earlier.chunks if chunk.file == names[number]]
             listings.append((number, names[number], rows_before, earlier))
         write = partial(
             _write_listing,
@@ -118,6 +116,12 @@ class GroupedSource(Source):
         stale = [each for each in list_names(folder) if _LISTED.fullmatch(each)]
         stale = [*set(stale).difference(names), *inputs, *outputs]
         parallel_map(lambda name: (folder / name).unlink(), stale)
+
+    def _is_unchanged(self) -> bool:
+        """Return whether the listings are those that a scan would write."""
+        ends = {chunk.file: chunk.stop for chunk in self.earlier.chunks}
+        sizes = {name: file_size(self.prepared_folder / name) for name in ends}
+        return self.files == self.earlier.files != {} and sizes == ends
 
     def records(self, chunk: SourceChunk) -> Iterator[Record]:
         return read_listing(self.prepared_folder, chunk)
@@ -203,7 +207,7 @@ def _write_listing(
             stream.write(line.as_buffer())
     rows = JsonlSource(folder, name, {})
     rows.grows = grows
-    rows.earlier = earlier
+    rows.earlier = Scan(chunks=earlier)
     return number, list(rows.scan_file(name, rows_per_chunk, rows_before))
 
 

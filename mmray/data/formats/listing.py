@@ -89,23 +89,18 @@ class ListingSource(Source):
         """
 
     def names(self) -> list[str]:
-        return [self.listing]
+        return []  # the rows are listed at each scan
 
-    def splits(self, names: list[str]) -> dict[str, str | None]:
-        return dict.fromkeys(names)
-
-    def before_scan(self, names: Sequence[str]) -> None:
+    def scan(self, rows_per_chunk: int) -> Iterator[SourceChunk]:
         with open_output(self.prepared_folder / self.listing) as file:
             for location, row in self.list_rows():
                 if split := row.get("split"):
                     self.split_rows[split] += 1
                 file.write(format_line(location, row))
-
-    def scan_file(self, name: str, rows_per_chunk: int, rows_before: int) -> Iterator[SourceChunk]:
-        rows = JsonlSource(self.prepared_folder, name, {})
+        rows = JsonlSource(self.prepared_folder, self.listing, {})
         rows.grows = self.grows
         rows.earlier = self.earlier
-        return rows.scan_file(name, rows_per_chunk, rows_before)
+        return rows.scan(rows_per_chunk)
 
     def records(self, chunk: SourceChunk) -> Iterator[Record]:
         return read_listing(self.prepared_folder, chunk)

@@ -21,12 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mmray.builtin import CHAT_COLUMNS
+from mmray.data.formats.binary import BinarySource
 from mmray.data.formats.listing import ImageTextPairs, is_image
-from mmray.data.formats.source import (
-    BinarySource,
-    Record,
-    SourceChunk,
-)
+from mmray.data.formats.source import Record, SourceChunk
 from mmray.data.formats.values import class_name
 from mmray.data.rows import MESSAGE_COLUMNS, BadRow, Values, is_safe_path
 from mmray.errors import DataError
@@ -101,11 +98,6 @@ class ParquetSource(BinarySource):
             groups = list(range(first, bisect_left(ends, stop) + 1))
             rows = file.iter_batches(_ROWS_PER_BATCH, row_groups=groups, columns=columns)
             yield from _slice_rows(rows, start - (ends[first - 1] if first else 0), stop - start)
-
-    def before_scan(self, names: Sequence[str]) -> None:
-        super().before_scan(names)
-        if self._earlier:
-            self._set_class_names(self.earlier_class_names)
 
     def cut(
         self, checked: FileLayout, num_bytes: int, rows_per_chunk: int, rows_before: int

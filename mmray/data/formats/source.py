@@ -8,13 +8,12 @@ parsed is a BadRow.
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypedDict
 
 from mmray.builtin import CHAT_COLUMNS
 from mmray.data.formats.columns import Columns
@@ -33,8 +32,14 @@ from mmray.data.rows import (
     is_valid_name,
 )
 from mmray.errors import DataError
-from mmray.storage.paths import AnyPath, RemotePath, list_files, list_stats, open_sequential
-from mmray.storage.requests import iter_parallel
+from mmray.storage.paths import (
+    AnyPath,
+    RemotePath,
+    list_files,
+    list_stats,
+    open_sequential,
+    opened_stat,
+)
 
 # With `Source.grows`, chunks are larger than `rows_per_chunk` after so many of them: 100 million
 # rows are 10,000 chunks.
@@ -81,6 +86,34 @@ class SourceChunk:
     def __str__(self) -> str:
         place = f"byte {self.start}" if self.num_rows is None else f"row {self.first_line}"
         return f"{self.file} from {place}"
+
+
+class Labels(TypedDict):
+    """The labels of a chunk.
+
+    Attributes:
+        texts: Different ones, at most MAX_CLASSES + 1.
+        has_numbers: Whether one is no text.
+    """
+
+    texts: list[str]
+    has_numbers: bool
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A scan of a source, from which the next one takes what has not changed.
+
+    Attributes:
+        files: `Source.files`.
+        class_names: `Source.class_names` after the scan.
+        labels: Labels of each chunk; empty if they were not read to find the names of classes.
+    """
+
+    files: dict[str, str] = field(default_factory=dict)
+    chunks: Sequence[SourceChunk] = ()
+    class_names: tuple[str, ...] = ()
+    labels: Sequence[Labels] = ()
 
 
 class RawRow(NamedTuple):
@@ -134,11 +167,9 @@ class Source(ABC):
         columns: The columns of the source, as Columns.
         grows: Whether chunks grow with the number of rows before them, so that a large source has
             few; False until the caller sets it.
-        earlier: Chunks of an earlier scan with the same settings; () until the caller sets it. A
-            format whose files grow at the end ends chunks where these end, so that they stay.
-        num_complete: How many of these, from the first, are all chunks of a scan, not only those
-            that were packed before an interruption.
-        earlier_class_names: `class_names` of that scan.
+        earlier: The Scan before with the same settings; empty until the caller sets it. Its chunks
+            of unchanged files stay. A format whose files grow at the end ends chunks where these
+            end, so that they stay, too.
         roots: `prepare.root`, further folders in which files may be; () until the caller sets it.
         title: Name of the format in messages.
         reads_file: Whether a source of this format may be a single file.
@@ -182,9 +213,7 @@ class Source(ABC):
         self.class_names: tuple[str, ...] = ()
         self.roots: tuple[str, ...] = ()  # `prepare.root`
         self.grows = False
-        self.earlier: Sequence[SourceChunk] = ()
-        self.num_complete = 0
-        self.earlier_class_names: tuple[str, ...] = ()
+        self.earlier = Scan()
         self.split_rows: Counter[str] = Counter()
         self.ignored: Counter[str] = Counter()
         self.unread: list[str] = []
@@ -211,7 +240,7 @@ class Source(ABC):
     def scan(self, rows_per_chunk: int) -> Iterator[SourceChunk]:
         """Split the source into chunks, and yield them in order.
 
-        Rows are not decoded.
+        Rows are not decoded, and files that did not change since `earlier` are not read.
 
         Args:
             rows_per_chunk: Number of rows of a chunk, if the format allows the choice.
@@ -219,13 +248,20 @@ class Source(ABC):
         Raises:
             DataError: A file cannot be read or has another format.
         """
-        names = self.names()
-        splits = self.splits(names)
-        self.before_scan(names)
+        earlier = self.earlier
+        unchanged = dict(self.files.items() & earlier.files.items())
+        kept: dict[str, list[SourceChunk]] = {name: [] for name in self.stats}
+        for chunk in earlier.chunks:
+            if chunk.file in unchanged:
+                kept[chunk.file].append(chunk)
+        if any(kept.values()):
+            self.class_names = earlier.class_names
+        splits = self.splits(list(kept))
+        self.before_scan([name for name, chunks in kept.items() if not chunks])
         index = 0
         rows = 0
-        for name in names:
-            for chunk in self.scan_file(name, rows_per_chunk, rows):
+        for name, chunks in kept.items():
+            for chunk in chunks or self.scan_file(name, rows_per_chunk, rows):
                 yield replace(chunk, index=index, split=splits[name])
                 index += 1
                 rows += chunk.num_rows or 0
@@ -284,26 +320,26 @@ class Source(ABC):
         """Return the sorted paths of the files of the source, relative to its folder."""
         return self.files_with_suffix(self.suffixes)
 
-    def stats(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return `stat()` of each file of the source by name, from a listing of a store."""
+    @cached_property
+    def stats(self) -> dict[str, Any]:
+        """`stat()` of each file of the source by name, on a store from a listing."""
         listed = {}
         if isinstance(self.folder, RemotePath) and not self.name:
             listed = list_stats(self.folder)
-        return {name: listed.get(name) or (self.folder / name).stat() for name in names}
+        return {name: listed.get(name) or opened_stat(self.folder / name) for name in self.names()}
 
     @cached_property
-    def files_digest(self) -> str:
-        """Digest of sizes and times of the files from which `scan` reads, which shows that none of
-        them changed; "" if that needs a scan.
+    def files(self) -> dict[str, str]:
+        """Size and times of each file of the source by name, as text, which differ after a change;
+        empty if a store has no times.
         """
-        return ""
-
-    def unchanged_chunks(self, files_digest: str) -> Sequence[SourceChunk]:
-        """Return the chunks of the earlier complete scan, of files of this digest, if no file
-        changed since; otherwise none.
-        """
-        is_unchanged = self.files_digest == files_digest != ""
-        return self.earlier[: self.num_complete] if is_unchanged else ()
+        names = ("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino")
+        states = {
+            file: [getattr(stat, name) for name in names if hasattr(stat, name)]
+            for file, stat in self.stats.items()
+        }
+        is_known = all(None not in state for state in states.values())
+        return {file: repr(state) for file, state in states.items()} if is_known else {}
 
     def splits(self, names: list[str]) -> dict[str, str | None]:
         """Return the split of each file by the names of files and folders.
@@ -408,53 +444,9 @@ class Source(ABC):
         return self.columns.of(*TEXT_COLUMNS, "label")
 
 
-class BinarySource(Source):
-    """Base of the formats whose files are written once: a chunk has a digest of the name, size and
-    modification time of its file.
-
-    A subclass implements `check_file(name)`, which is called with new files in threads and raises
-    DataError for a wrong one, and `cut(checked, num_bytes, rows_per_chunk, rows_before)`, which
-    yields start, stop and number of rows of each chunk of a file from what `check_file` returned.
-    """
-
-    check_file: Callable[[str], Any]
-    cut: Callable[[Any, int, int, int], Iterator[tuple[int, int, int | None]]]
-
-    def before_scan(self, names: Sequence[str]) -> None:
-        stats = self.stats(names)
-        self._sizes = {name: stat.st_size for name, stat in stats.items()}
-        self._signatures = {name: _signature(name, stat) for name, stat in stats.items()}
-        self._earlier: dict[str, list[SourceChunk]] = defaultdict(list)
-        for chunk in self.earlier[: self.num_complete]:
-            if self._signatures.get(chunk.file) == chunk.signature:
-                self._earlier[chunk.file].append(chunk)
-        new = [name for name in names if name not in self._earlier]
-        # A list, because a source that refers to the threads would stop them in garbage collection.
-        checked = list(iter_parallel(self.check_file, new))
-        self._checked = dict(zip(new, checked, strict=True))
-
-    def scan_file(self, name: str, rows_per_chunk: int, rows_before: int) -> Iterator[SourceChunk]:
-        if name in self._earlier:
-            yield from self._earlier[name]
-            return
-        parts = self.cut(self._checked[name], self._sizes[name], rows_per_chunk, rows_before)
-        for start, stop, num_rows in parts:
-            line = 1 if num_rows is None else start + 1
-            yield SourceChunk(0, name, start, stop, line, num_rows, self._signatures[name])
-
-    def check_unchanged(self, chunk: SourceChunk) -> None:
-        """Raise DataError if the file of a chunk changed after it was scanned."""
-        if _signature(chunk.file, (self.folder / chunk.file).stat()) != chunk.signature:
-            raise changed_error(chunk.file)
-
-
 def changed_error(file: str) -> DataError:
     """Return the error for a file of the source that changed between scanning and reading."""
     return DataError(f"{file} changed while it was read: run the same command again")
-
-
-def _signature(name: str, stat: Any) -> str:
-    return hashlib.sha256(repr((name, stat.st_size, stat.st_mtime_ns)).encode()).hexdigest()
 
 
 def read_head(folder: AnyPath, name: str, size: int = 64) -> bytes:

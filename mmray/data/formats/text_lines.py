@@ -9,12 +9,10 @@ import hashlib
 import io
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import cached_property, partial
-from itertools import chain, groupby, islice
+from itertools import groupby, islice
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -31,7 +29,7 @@ from mmray.data.formats.splits import splits_of_paths
 from mmray.data.images.formats import detect_format
 from mmray.data.rows import FOLDER, BadRow, Values
 from mmray.errors import DataError
-from mmray.storage.paths import RemotePath, open_sequential
+from mmray.storage.paths import open_sequential
 from mmray.storage.requests import iter_parallel
 
 # Longer lines are truncated, so memory does not depend on their length.
@@ -138,23 +136,6 @@ class JsonlSource(Source):
     def _layouts(self) -> dict[str, Any]:
         return {}  # by file, of a subclass
 
-    @cached_property
-    def files_digest(self) -> str:
-        states: list[Any] = []
-        with suppress(OSError):
-            if isinstance(self.folder, RemotePath):
-                for name, stat in self.stats(self.names()).items():
-                    states.append((name, stat.st_size, stat.st_mtime_ns))
-            else:
-                for name in self.names():
-                    with (self.folder / name).open("rb") as file:  # NFS caches what `stat` returns
-                        info = os.fstat(file.fileno())
-                    times = (info.st_mtime_ns, info.st_ctime_ns)
-                    states.append((name, info.st_size, *times, info.st_ino))
-            if None not in chain(*states):  # a store without times
-                return hashlib.sha256(repr(states).encode()).hexdigest()
-        return ""
-
     @classmethod
     def matches_folder(cls, names: list[str]) -> bool:
         files = [name for name in names if name.lower().endswith(cls.suffixes)]
@@ -192,7 +173,7 @@ class JsonlSource(Source):
         The last one is left out if it ends without a newline, because its last record may be
         continued.
         """
-        earlier = [chunk for chunk in self.earlier if chunk.file == name]
+        earlier = [chunk for chunk in self.earlier.chunks if chunk.file == name]
         parts = [[*part] for _, part in groupby(earlier, lambda chunk: chunk.start // _PART_BYTES)]
         stop = 0
         for counts in iter_parallel(self._count_unchanged, parts):

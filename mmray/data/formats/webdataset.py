@@ -23,8 +23,8 @@ from operator import itemgetter
 import pyarrow as pa
 
 from mmray.builtin import CHAT_COLUMNS
+from mmray.data.formats.binary import BinarySource
 from mmray.data.formats.source import (
-    BinarySource,
     RawRow,
     Record,
     SourceChunk,

@@ -17,7 +17,8 @@ def is_continued(before: Manifest, job: PrepareJob, chunks: list[SourceChunk]) -
 
     Raises UsageError if that set was made from another source.
     """
-    if has_chunks(before, job, chunks):
+    identity = _source_identity(job, chunks[: before.source["num_chunks"]])
+    if identity.items() <= before.source.items():
         return True
     name = before.source["name"]
     other = job.source.display_name
@@ -26,12 +27,6 @@ def is_continued(before: Manifest, job: PrepareJob, chunks: list[SourceChunk]) -
             f"{job.out} holds the set made from {name}: choose another folder for {other}"
         )
     return False
-
-
-def has_chunks(before: Manifest, job: PrepareJob, chunks: list[SourceChunk]) -> bool:
-    """Return whether the first of these chunks are those of an earlier set."""
-    identity = _source_identity(job, chunks[: before.source["num_chunks"]])
-    return identity.items() <= before.source.items()
 
 
 def _source_identity(job: PrepareJob, chunks: list[SourceChunk]) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from mmray.data.prepare.job import PrepareJob
 from mmray.data.prepare.kept_columns import KeptColumns
 from mmray.data.prepare.records import (
     SCHEMA,
-    Labels,
     Record,
     open_records,
     record_path,
@@ -48,16 +47,15 @@ _MAX_NOTICES = 200  # of a chunk, whose rows may have a column each
 _MORE_NOTICES = "further columns are not used"
 
 
-def pack_task(item: tuple[SourceChunk, Labels | None], job: PrepareJob) -> Record:
-    """Ray task: pack one chunk, with its labels for the record.
+def pack_task(chunk: SourceChunk, job: PrepareJob) -> Record:
+    """Ray task: pack one chunk.
 
     Ray retries it if its worker dies; the retry decodes images in a child process.
     """
-    chunk, labels = item
 
     def pack(decoder: SubprocessDecoder | None) -> Record:
         # An upload that failed cannot be resumed, so the chunk is packed again.
-        return retry_if_remote(job.out, partial(pack_chunk, job, chunk, decoder, labels))
+        return retry_if_remote(job.out, partial(pack_chunk, job, chunk, decoder))
 
     try:
         return run_with_crash_limit(pack, job.out, record_path(chunk.index), str(chunk))
@@ -66,17 +64,13 @@ def pack_task(item: tuple[SourceChunk, Labels | None], job: PrepareJob) -> Recor
 
 
 def pack_chunk(
-    job: PrepareJob,
-    chunk: SourceChunk,
-    subprocess_decoder: SubprocessDecoder | None,
-    labels: Labels | None = None,
+    job: PrepareJob, chunk: SourceChunk, subprocess_decoder: SubprocessDecoder | None
 ) -> Record:
     """Pack one chunk: write its rows to shards, and then its record, which marks it as done.
 
     Args:
         subprocess_decoder: Decodes each image and clip first, in a child process, to name the one
             that crashes the decoder; None: they are decoded in this process only.
-        labels: The labels of the chunk, for the record.
 
     Raises:
         DataError: The source changed.
@@ -91,7 +85,7 @@ def pack_chunk(
             builder.signatures += item.files
             packer.pack(to_utf8(item.location), row)
     # The shard files are closed now.
-    record = packer.record(file, labels)
+    record = packer.record(file)
     write_records(job.out, file, [record], [pa.RecordBatch.from_pylist(packer.rows, SCHEMA)])
     return record
 
@@ -234,7 +228,7 @@ class _ChunkPacker:
             "text_digest": hashlib.sha256(orjson.dumps(captions)).digest()[:16],
         }
 
-    def record(self, file: str, labels: Labels | None) -> Record:
+    def record(self, file: str) -> Record:
         shards = [writer.entry() for writer in self.writers.values()]
         has_columns = self.keeps_columns and bool(shards)
         bad = [row for row in self.rows if "reason" in row]
@@ -243,7 +237,6 @@ class _ChunkPacker:
             job=self.job.digest,
             chunk=self.chunk,
             class_names=list(self.job.class_names),
-            labels=labels,
             shards=shards,
             num_rows=len(self.rows),
             reasons=Counter(row["reason"] for row in bad),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,11 +27,12 @@ from mmray.data.images import sample
 from mmray.data.media.sample import generate_clips
 from mmray.data.prepare import assemble, contamination, duplicates, preview
 from mmray.data.prepare.contamination import is_enabled
-from mmray.data.prepare.identity import has_chunks, is_continued, source_fields
+from mmray.data.prepare.identity import is_continued, source_fields
 from mmray.data.prepare.job import PrepareJob
 from mmray.data.prepare.kept_columns import merge_types
 from mmray.data.prepare.pack import changed_chunks, is_current, pack_task
-from mmray.data.prepare.records import Labels, PackedRows, Record, fold, plan_folds, read_records
+from mmray.data.prepare.records import PackedRows, Record, fold, plan_folds, read_records
+from mmray.data.prepare.scan import read_scan, write_scan
 from mmray.data.prepare.tasks import ATTEMPT_SUFFIX, RESUME_HINT, map_tasks
 from mmray.data.store.manifest import (
     CHUNK_RECORDS,
@@ -252,23 +253,21 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     outdated = (TEMP_SUFFIX, ATTEMPT_SUFFIX, REJECTED_QUARANTINE)
     _remove_files(out, lambda name: name.endswith(outdated), ("", SHARDS, CHUNK_RECORDS))
     before = existing = read_manifest(out)
-    earlier = read_records(out, job.digest)
-    earlier_chunks = [earlier[index].chunk for index in sorted(earlier)]
-    source, chunks, first_rows = preview.understand(
-        job,
-        [earlier[index] for index in sorted(earlier)],
-        before.source if before and has_chunks(before, job, earlier_chunks) else {},
-        lambda rows: progress(PrepareProgress("scan", rows, 0)),
+    source, scan, first_rows = preview.understand(
+        job, read_scan(job), lambda rows: progress(PrepareProgress("scan", rows, 0))
     )
+    scan = preview.find_class_names(job, source, scan, first_rows)
+    if scan != source.earlier:
+        write_scan(job, scan)
+    chunks = [*scan.chunks]
     total = preview.count_rows(chunks)
-    labels = preview.find_class_names(job, source, chunks, first_rows, earlier)
     base = hashlib.sha256((out / MANIFEST).read_bytes()).hexdigest() if existing else ""
     job = replace(job, class_names=source.class_names, base=base)
     for text, heading in preview.describe_source(job, source, chunks, first_rows):
         log(text, heading)
     if before is not None and not is_continued(before, job, chunks):
         before = None
-    packed = _pack(job, chunks, earlier, labels, total, progress)
+    packed = _pack(job, chunks, total, progress)
     if before is not None and _is_unchanged(before, job, chunks, packed):
         return before
     _fold(packed, write_lease)
@@ -398,7 +397,7 @@ def _build_manifest(
         num_quarantined=num_bad,
         reasons=dict(result.reasons.most_common()),
         tokenizer=None,
-        source=source_entry | {"files_digest": source.files_digest},
+        source=source_entry,
         settings=job.settings.model_dump(mode="json"),
         class_names=source.class_names,
         columns=scores | merge_types(result.column_types, source.has_types),
@@ -411,8 +410,6 @@ def _build_manifest(
 def _pack(
     job: PrepareJob,
     chunks: list[SourceChunk],
-    earlier: dict[int, Record],
-    labels: Mapping[int, Labels],
     total: int | None,
     progress: OnProgress,
 ) -> PackedRows:
@@ -420,8 +417,8 @@ def _pack(
 
     Stops early if too many rows are bad and the number of rows is known in advance.
     """
-    done = _current_records(job, chunks, earlier)
-    todo = [(chunk, labels.get(chunk.index)) for chunk in chunks if chunk.index not in done]
+    done = _current_records(job, chunks)
+    todo = [chunk for chunk in chunks if chunk.index not in done]
     rows = sum(record.num_rows for record in done.values())
     bad = sum(record.num_bad for record in done.values())
     tasks = map_tasks(partial(pack_task, job=job), todo)
@@ -442,11 +439,10 @@ def _pack(
     return PackedRows(job.out, [done[index] for index in sorted(done)], job.class_names)
 
 
-def _current_records(
-    job: PrepareJob, chunks: list[SourceChunk], earlier: dict[int, Record]
-) -> dict[int, Record]:
+def _current_records(job: PrepareJob, chunks: list[SourceChunk]) -> dict[int, Record]:
     """Return the records of an earlier prepare that packing would repeat, by index of the chunk."""
     out = job.out
+    earlier = read_records(out, job.digest)
     sizes = {
         f"{folder}/{name}": size
         for folder in (SHARDS, f"{COLUMNS_DIR}/{KEPT}")

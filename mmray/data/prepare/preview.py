@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any
 
 from mmray.builtin import CHAT_COLUMNS, COLUMNS
 from mmray.data.formats.columns import Columns
 from mmray.data.formats.listing import JsonArraySource
-from mmray.data.formats.source import RawRow, Source, SourceChunk
+from mmray.data.formats.source import Labels, RawRow, Scan, Source, SourceChunk
 from mmray.data.formats.text_lines import JsonlSource
 from mmray.data.formats.values import is_list, order_classes
 from mmray.data.prepare.job import PrepareJob
-from mmray.data.prepare.records import Labels, Record, map_rows
+from mmray.data.prepare.records import map_rows
 from mmray.data.rows import (
     FOLDER,
     KEPT_COLUMNS,
@@ -58,21 +58,17 @@ class _ExampleRepr(reprlib.Repr):
 
 
 def understand(
-    job: PrepareJob,
-    earlier: Sequence[Record],
-    complete: Mapping[str, Any],
-    on_rows: Callable[[int], None],
-) -> tuple[Source, list[SourceChunk], list[RawRow]]:
+    job: PrepareJob, earlier: Scan, on_rows: Callable[[int], None]
+) -> tuple[Source, Scan, list[RawRow]]:
     """Scan a source.
 
     Args:
         job: Its output folder must exist, because some formats write a list of files.
-        earlier: Records of an earlier prepare with the same settings, in order.
-        complete: `source` of the manifest of a complete set with these chunks; {} without one.
+        earlier: Scan of an earlier prepare with the same settings.
         on_rows: Called with the number of rows that were scanned so far; 0 at the start.
 
     Returns:
-        The source, its chunks, and its first NUM_FIRST_ROWS (100) rows.
+        The source, its scan without labels, and its first NUM_FIRST_ROWS (100) rows.
 
     Raises:
         DataError: The source is invalid, or has no columns of images or texts.
@@ -82,20 +78,14 @@ def understand(
     on_rows(0)  # some formats list all files before the first chunk
     chunks: list[SourceChunk] = []
     rows = 0
-    source.earlier = [record.chunk for record in earlier]
-    source.num_complete = complete.get("num_chunks", 0)
-    if earlier and earlier[0].labels is None:  # otherwise these are no names of the source
-        source.earlier_class_names = tuple(earlier[0].class_names)
-    same = source.unchanged_chunks(complete.get("files_digest", ""))
-    if same:
-        source.class_names = source.earlier_class_names
-    for chunk in same or source.scan(job.rows_per_shard):
+    source.earlier = earlier
+    for chunk in source.scan(job.rows_per_shard):
         chunks.append(chunk)
         rows += chunk.num_rows or 0
         on_rows(rows)
     first_rows = list(islice(chain.from_iterable(map(source.read, chunks)), NUM_FIRST_ROWS))
     _check_columns(job, source, first_rows)
-    return source, chunks, first_rows
+    return source, Scan(source.files, chunks, source.class_names), first_rows
 
 
 def count_rows(chunks: Sequence[SourceChunk]) -> int | None:
@@ -136,50 +126,39 @@ def _kept_names(first_rows: Sequence[RawRow]) -> list[str]:
 
 
 def find_class_names(
-    job: PrepareJob,
-    source: Source,
-    chunks: Sequence[SourceChunk],
-    first_rows: Sequence[RawRow],
-    earlier: Mapping[int, Record],
-) -> dict[int, Labels]:
-    """Set the names of the labels 0, 1, ... in some chunks as `class_names` of the source, if it
-    does not define them; it has none if all labels are numbers or texts of numbers.
+    job: PrepareJob, source: Source, scan: Scan, first_rows: Sequence[RawRow]
+) -> Scan:
+    """Set the names of the labels 0, 1, ... as `class_names` of the source, if it does not define
+    them; it has none if all labels are numbers or texts of numbers.
 
     All rows are read, in tasks, if a label of the first rows is a text; of tars only if one is a
-    name, because reading them takes long.
-
-    Args:
-        earlier: Records of an earlier prepare by the index of their chunk; labels of chunks that
-            are the same are not read again.
+    name, because reading them takes long. Labels of chunks of the earlier scan are not read again.
 
     Returns:
-        The labels of the chunks by their index; {} if they were not read.
+        The scan with the labels of the chunks, if they were read.
 
     Raises:
         DataError: There are more than MAX_CLASSES (100,000) names, so they are no classes.
     """
     first = [row.values.get("label") for row in first_rows if isinstance(row.values, dict)]
     texts = [label for label in first if isinstance(label, str)]
-    is_numbered = count_rows(chunks) is None and all(
+    is_numbered = count_rows(scan.chunks) is None and all(
         label_number(label) is not None for label in texts
     )
     if source.class_names or not texts or is_numbered:
-        return {}
-    labels = {
-        chunk.index: record.labels
-        for chunk in chunks
-        if (record := earlier.get(chunk.index)) and record.labels and record.chunk == chunk
-    }
-    todo = [chunk for chunk in chunks if chunk.index not in labels]
+        return scan
+    labels = dict(zip(source.earlier.chunks, source.earlier.labels, strict=False))
+    todo = [chunk for chunk in scan.chunks if chunk not in labels]
     num_rows = sum(
         (chunk.stop - chunk.start) >> 10 if chunk.num_rows is None else chunk.num_rows
         for chunk in todo
     )
     work = partial(_read_labels, job=job)
     labels |= map_rows(work, todo, num_rows, MAX_LABELED_ROWS)
-    names = set(chain.from_iterable(each["texts"] for each in labels.values()))
+    of_chunks = [labels[chunk] for chunk in scan.chunks]
+    names = set(chain.from_iterable(each["texts"] for each in of_chunks))
     # With numbers, names are bad rows, because their numbers would be the labels of others.
-    has_numbers = any(each["has_numbers"] for each in labels.values())
+    has_numbers = any(each["has_numbers"] for each in of_chunks)
     if not has_numbers and None in map(label_number, names):
         if len(names) > MAX_CLASSES:
             raise DataError(
@@ -187,11 +166,11 @@ def find_class_names(
                 "they are no classes: rename it"
             )
         source.class_names = order_classes(names)
-    return labels
+    return replace(scan, labels=of_chunks)
 
 
-def _read_labels(chunk: SourceChunk, job: PrepareJob) -> tuple[int, Labels]:
-    """Task: return the index of a chunk, and its labels."""
+def _read_labels(chunk: SourceChunk, job: PrepareJob) -> tuple[SourceChunk, Labels]:
+    """Task: return a chunk and its labels."""
     texts: set[str] = set()
     has_numbers = False
     for label in job.open().labels([chunk]):
@@ -200,7 +179,7 @@ def _read_labels(chunk: SourceChunk, job: PrepareJob) -> tuple[int, Labels]:
             break
         if len(texts) <= MAX_CLASSES and label.strip() and not is_list(label):  # no class
             texts.add(label)
-    return chunk.index, Labels(texts=sorted(texts), has_numbers=has_numbers)
+    return chunk, Labels(texts=sorted(texts), has_numbers=has_numbers)
 
 
 def describe_source(

@@ -11,11 +11,11 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from itertools import chain, groupby
 from operator import attrgetter
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import orjson
@@ -59,18 +59,6 @@ _NOT_STORED: dict[str, Any] = {"dropped": b"", "labels": ()}
 Fold = tuple[str, list["Record"]]  # a file and its records
 
 
-class Labels(TypedDict):
-    """The labels of a chunk.
-
-    Attributes:
-        texts: Different ones, at most MAX_CLASSES + 1.
-        has_numbers: Whether one is no text.
-    """
-
-    texts: list[str]
-    has_numbers: bool
-
-
 @dataclass
 class Record:
     """Summary of a packed chunk.
@@ -78,7 +66,6 @@ class Record:
     Attributes:
         job: `digest()` of the PrepareJob that packed it.
         class_names: Names of the labels 0, 1, ... in its shards: of the set when it was packed.
-        labels: Its labels, if they were read to find the names.
         num_rows: Number of its rows, including the bad ones.
         reasons: Number of bad rows by reason.
         stages: The stages in which they failed.
@@ -94,7 +81,6 @@ class Record:
     job: str
     chunk: SourceChunk
     class_names: list[str]
-    labels: Labels | None
     shards: list[Shard]
     num_rows: int
     reasons: dict[str, int]
@@ -148,8 +134,9 @@ def _to_record(values: dict[str, Any], file: str, batch: int) -> Record:
         Shard(**each | _NOT_STORED | {"offsets": np.array(each["offsets"], np.int64)})
         for each in values["shards"]
     ]
-    chunk = SourceChunk(**values["chunk"])
-    return Record(**values | {"chunk": chunk, "shards": shards, "file": file, "batch": batch})
+    values |= {"shards": shards, "chunk": SourceChunk(**values["chunk"])}
+    values |= {"file": file, "batch": batch}
+    return Record(**{each.name: values[each.name] for each in fields(Record)})
 
 
 @contextmanager

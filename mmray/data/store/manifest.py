@@ -26,6 +26,7 @@ TOKENIZER = "tokenizer.json"
 QUARANTINE = "quarantine.jsonl"
 # List of a rerun that failed, next to the list of the older set.
 REJECTED_QUARANTINE = "quarantine.rejected.jsonl"
+SCAN = "scan.json"
 SHARDS = "shards"  # folder
 CHUNK_RECORDS = "parts"  # folder
 SCHEMA_VERSION = 8

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mmray.data.formats import text_lines as lines_module
 from mmray.data.formats.delimited import CsvSource
+from mmray.data.formats.source import Scan
 from mmray.data.formats.text_lines import JsonlSource, parse_json
 from mmray.data.images import read as files
 from mmray.data.images.read import read_file
@@ -39,7 +40,7 @@ class Lines(JsonlSource):
 
 def scan(place, name, rows, earlier=()):
     source = Lines(place, name, {})
-    source.earlier = earlier
+    source.earlier = Scan(chunks=earlier)
     return source.scan(rows)
 
 
@@ -90,7 +91,7 @@ def test_lines_are_counted_as_they_are_read(tmp_path_factory, lines, last, rows,
     place, name = write(tmp_path_factory.mktemp("scan"), data)
     earlier = list(scan(place, name, rows[0]))[1::2]
     one_at_a_time = Records(place, name, {})
-    one_at_a_time.earlier = earlier
+    one_at_a_time.earlier = Scan(chunks=earlier)
     with patch.object(lines_module, "_PIECE_BYTES", piece_bytes):
         counted = list(scan(place, name, rows[1], earlier))
     assert counted == list(one_at_a_time.scan(rows[1]))
@@ -351,7 +352,7 @@ def test_chunks_grow_with_the_rows_before_them(tmp_path, monkeypatch):
 def test_file_that_grew_is_scanned_from_its_last_chunk(tmp_path, monkeypatch, is_changed):
     place, name = write(tmp_path, b"".join(b"row %d\n" % number for number in range(7)) + b"last")
     source = Lines(place, name, {})
-    source.earlier = list(source.scan(2))
+    source.earlier = Scan(chunks=list(source.scan(2)))
     data = (place / name).read_bytes() + b" is continued\nmore\n"
     write(tmp_path, data.replace(b"row 0", b"row X") if is_changed else data)
     scanned = []

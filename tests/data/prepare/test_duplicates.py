@@ -44,7 +44,7 @@ def packed_rows(out, seed, count, most):
         chunk = SourceChunk(number, "rows", 0, size, 1, size, "")
         bad = {"blank": int((shard < 0).sum())}
         file = record_path(number)
-        record = Record("", chunk, [], None, shards, size, bad, [], [], {}, None, {}, False, file)
+        record = Record("", chunk, [], shards, size, bad, [], [], {}, None, {}, False, file)
         batch = pa.RecordBatch.from_pydict(columns, SCHEMA)
         write_records(out, record.file, [record], [batch])
         records.append(record)

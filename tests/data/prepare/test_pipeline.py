@@ -13,7 +13,7 @@ import sys
 import tarfile
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -275,6 +275,21 @@ def test_second_prepare_packs_only_new_rows(tmp_path, in_process, run):
     ).read_text() == tokenizer and grown.fingerprint != first.fingerprint
 
 
+def test_records_with_a_field_of_an_earlier_version_are_read(tmp_path, in_process, run):
+    make_source(tmp_path / "raw", 8)
+    manifest = run()
+    [file] = (tmp_path / "out" / "parts").iterdir()
+    name = f"parts/{file.name}"
+    with records.open_records(tmp_path / "out", name) as reader:
+        batches = [reader.get_batch(number) for number in range(2)]
+    earlier = make_dataclass("Earlier", [("labels", object, None)], bases=(records.Record,))
+    summaries = records.read_summaries(tmp_path / "out", name)
+    old = [earlier(**vars(summary)) for summary in summaries]
+    records.write_records(tmp_path / "out", name, old, batches)
+    in_process.clear()
+    assert run() == manifest and in_process == []
+
+
 def test_large_files_of_records_stay_when_a_source_grows(tmp_path, in_process, run, monkeypatch):
     monkeypatch.setattr(records, "FOLD_BYTES", 1)
     make_source(tmp_path / "raw", 8)
@@ -336,12 +351,23 @@ def test_interrupted_prepare_gives_the_same_files(tmp_path, in_process, run):
     assert len(files["out"]) > 8
 
 
+@pytest.fixture
+def scans(monkeypatch):
+    """Names of the files of lines that were scanned, without listings of groups."""
+    names = []
+    scan_file = JsonlSource.scan_file
+
+    def record(source, name, *args):
+        names.extend([] if name.startswith("grouped") else [name])
+        return scan_file(source, name, *args)
+
+    monkeypatch.setattr(JsonlSource, "scan_file", record)
+    return names
+
+
 @pytest.mark.parametrize("group", ["none", "image"])
-def test_rerun_scans_only_files_that_changed(tmp_path, in_process, run, monkeypatch, group):
+def test_rerun_scans_only_files_that_changed(tmp_path, in_process, run, scans, group):
     source, out = make_source(tmp_path / "raw", 10), tmp_path / "out"
-    scans = []
-    scan = JsonlSource.scan
-    monkeypatch.setattr(JsonlSource, "scan", lambda *args: (scans.append(1), scan(*args))[1])
     manifest = run(group=group)
     assert len(scans) == 1 and manifest.num_rows == 10
     assert run(group=group) == manifest and len(scans) == 1
@@ -359,6 +385,40 @@ def test_rerun_scans_only_files_that_changed(tmp_path, in_process, run, monkeypa
     assert run(group=group).num_rows == 10 and len(scans) == (3 if group == "image" else 2)
     make_source(tmp_path / "raw", 2, start=10)
     assert run(group=group).num_rows == 12
+
+
+def test_only_a_file_that_changed_is_scanned_of_a_folder(tmp_path, in_process, scans):
+    source = make_source(tmp_path / "raw", 12)
+    for split, rows in (("train", 8), ("val", 4)):
+        (source.parent / f"{split}.jsonl").write_text("".join(source.open().readlines()[:rows]))
+    source.unlink()
+    settings = LAX.model_copy(update={"duplicates": "keep"})
+    prepare(str(source.parent), str(tmp_path / "out"), settings)
+    with (source.parent / "train.jsonl").open("a") as file:
+        file.write((source.parent / "val.jsonl").read_text())
+    in_process.clear()
+    scans.clear()
+    grown = prepare(str(source.parent), str(tmp_path / "out"), settings)
+    assert scans == ["train.jsonl"]
+    assert in_process == [2, 3]  # the number of the chunk of the other file changed
+    assert grown.splits == {"train": 12, "val": 4}
+    fresh = prepare(str(source.parent), str(tmp_path / "fresh"), settings)
+    assert fresh.fingerprint == grown.fingerprint
+
+
+def test_scan_of_an_interrupted_prepare_is_not_repeated(tmp_path, in_process, run, scans):
+    make_source(tmp_path / "raw", 8, label="cat")
+
+    def interrupt(progress):
+        if progress.stage == "pack" and progress.done_rows:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(progress=interrupt)
+    assert run().class_names == ("cat",) and scans == ["rows.jsonl"]
+    (tmp_path / "out" / "scan.json").write_text("{")
+    assert run().num_rows == 8 and len(scans) == 2 and in_process == [0, 1]
+    assert run().num_rows == 8 and len(scans) == 2
 
 
 def test_changed_chunks_are_packed_again(tmp_path, in_process, run):
