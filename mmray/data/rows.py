@@ -13,7 +13,6 @@ from typing import Any
 from urllib.parse import unquote
 
 from mmray.data.images.formats import UNREAD_SUFFIXES
-from mmray.data.store.row_columns import is_integer
 from mmray.storage.address import is_url, redact_url
 
 Values = dict[str, Any]  # of a row, by the names of its columns
@@ -39,7 +38,6 @@ _BASE64_IMAGES = ("/9j/", "_9j_", "iVBORw0KGgo", "R0lGOD", "UklGR", "SUkq", "TU0
 _MIN_BASE64_LENGTH = 64
 _BASE64_BYTES = tuple(each.encode() for each in (*_BASE64_IMAGES, _DATA_URI))
 _URL_SAFE = str.maketrans("-_", "+/")  # variant of base64 for addresses
-_MAX_DIGITS = 20  # of a number of 64 bits
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -264,11 +262,3 @@ def _decode_base64(text: str, what: str) -> bytes:
         return base64.b64decode("".join(text.split()).translate(_URL_SAFE), validate=True)
     except (binascii.Error, ValueError) as error:
         raise BadRow("columns", "image", f"{what} is not base64: {error}") from None
-
-
-def label_number(label: str) -> int | None:
-    """Return the number that a text label is, also if pandas wrote it as `3.0`; None for the name
-    of a class, such as `03` and `3.7`.
-    """
-    number = label.strip().removesuffix(".0")
-    return int(number) if is_integer(number) and len(number) < _MAX_DIGITS else None

@@ -6,8 +6,9 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard
+from typing import Any
 
+from mmray.data.labels import parse_label
 from mmray.data.message_fields import parse_tools
 from mmray.data.messages import Conversation, PartMedium, message_text, parse_messages
 from mmray.data.rows import (
@@ -26,7 +27,6 @@ from mmray.data.rows import (
     Values,
     has_any,
     is_valid_name,
-    label_number,
     parse_image,
     to_utf8,
 )
@@ -121,7 +121,7 @@ def _parse_columns(key: str, values: Values) -> SourceRow:
     notices = [*notices, *(f"`{name}` of a text is not used" for name in sorted(fields))]
     if spans and all(image.kind == "image" for image in images):
         raise BadRow("columns", "span", "a text has a span, and the row has no audio or video")
-    label = _parse_label(values.get("label"))
+    label = parse_label(values.get("label"))
     split = _parse_split(values.get("split"))
     if split is not None and split.lower() in ("train", *HELD_OUT_SPLITS):
         split = split.lower()  # `Test` is no training split
@@ -137,19 +137,6 @@ def _parse_columns(key: str, values: Values) -> SourceRow:
         text_columns=[*map(str, text_columns)] if any(text_columns) else None,
         notices=list(notices),
     )
-
-
-def _parse_label(label: object) -> int | None:
-    """Return the number of a class, which may be a text. Raises BadRow."""
-    number = label_number(label) if isinstance(label, str) else label
-    if label is None:
-        return None
-    if _is_label(number):
-        return number
-    hint = "label must be an integer, unless all labels are names; number your classes, or name all"
-    if isinstance(label, (list, dict)) or (isinstance(label, str) and label.startswith("[")):
-        hint = "a row has one label: write a row for each class, or the classes into its text"
-    raise BadRow("columns", "label", f"{hint} (got {str(label)[:40]!r})")
 
 
 def _parse_split(split: object) -> str | None:
@@ -314,7 +301,3 @@ def _single_value(values: Values, columns: tuple[str, ...]) -> Any:
 
 def _as_items(value: object) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list) else (value,)
-
-
-def _is_label(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63

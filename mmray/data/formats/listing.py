@@ -34,9 +34,9 @@ from mmray.data.formats.text_lines import (
     decode_text,
     unique_pairs,
 )
-from mmray.data.formats.values import order_classes
 from mmray.data.images.formats import IMAGE_SUFFIXES, UNREAD_SUFFIXES
 from mmray.data.images.read import os_error_as_bad_row, read_file, stat_signature
+from mmray.data.labels import order_classes
 from mmray.data.media.formats import LANGUAGE, SUBTITLE_SUFFIXES, media_kind
 from mmray.data.media.subtitles import parse_subtitles
 from mmray.data.rows import (

@@ -24,7 +24,7 @@ from mmray.builtin import CHAT_COLUMNS
 from mmray.data.formats.binary import BinarySource
 from mmray.data.formats.listing import ImageTextPairs, is_image
 from mmray.data.formats.source import Record, SourceChunk
-from mmray.data.formats.values import class_name
+from mmray.data.labels import class_name
 from mmray.data.rows import MESSAGE_COLUMNS, BadRow, Values, is_safe_path
 from mmray.errors import DataError
 from mmray.storage.paths import open_sequential

@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, TypedDict
+from typing import Any, ClassVar, NamedTuple
 
 from mmray.builtin import CHAT_COLUMNS
 from mmray.data.formats.columns import Columns
 from mmray.data.formats.splits import splits_of_files
 from mmray.data.formats.values import normalize_values
 from mmray.data.images.formats import IMAGE_SUFFIXES
+from mmray.data.labels import Labels
 from mmray.data.rows import (
     KEPT_COLUMNS,
     NOTICES,
@@ -86,18 +87,6 @@ class SourceChunk:
     def __str__(self) -> str:
         place = f"byte {self.start}" if self.num_rows is None else f"row {self.first_line}"
         return f"{self.file} from {place}"
-
-
-class Labels(TypedDict):
-    """The labels of a chunk.
-
-    Attributes:
-        texts: Different ones, at most MAX_CLASSES + 1.
-        has_numbers: Whether one is no text.
-    """
-
-    texts: list[str]
-    has_numbers: bool
 
 
 @dataclass(frozen=True)

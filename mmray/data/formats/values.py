@@ -6,8 +6,7 @@ import ast
 import json
 import math
 import re
-import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from itertools import takewhile
@@ -21,6 +20,7 @@ from mmray.builtin import (
     QUESTION_COLUMNS,
     REJECTED_COLUMNS,
 )
+from mmray.data.labels import number_label
 from mmray.data.message_fields import OPTIONS, REJECTED
 from mmray.data.messages import role_of
 from mmray.data.rows import (
@@ -33,8 +33,6 @@ from mmray.data.rows import (
     has_any,
     is_blank,
     is_missing,
-    label_number,
-    to_utf8,
 )
 
 _INTEGER = re.compile(r"-?[0-9]{1,19}")
@@ -92,61 +90,13 @@ def normalize_values(values: Values, class_names: Sequence[str], caption_templat
         ]
     _join_options(values)
     _join_answers(values)
-    label = values.get("label")
-    if isinstance(label, bool):
-        values["label"] = int(label)
-    elif isinstance(label, str) and not label.strip():
+    values["label"] = label = number_label(values.get("label"), class_names)
+    if label is None:
         del values["label"]
-    elif isinstance(label, str) and class_names:
-        values["label"] = _class_number(label, class_names)
-    return _with_class_caption(values, class_names, caption_template)
-
-
-def order_classes(labels: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of the classes 0, 1, ... in the order that they have in every format: by
-    value if all are integers, otherwise as texts.
-    """
-    texts = {label.strip() for label in labels}
-    if all(_INTEGER.fullmatch(each) for each in texts):
-        ordered = sorted(texts, key=lambda each: (int(each), each))
-    else:
-        ordered = sorted(texts)
-    return tuple(dict.fromkeys(map(class_name, ordered)))
-
-
-def _class_number(label: str, class_names: Sequence[str]) -> int:
-    """Return the number of a class, given by its name or as a text. Raises BadRow."""
-    name = class_name(label)
-    if name in class_names:
-        return class_names.index(name)
-    number = label_number(label)
-    if number is None:
-        shown = ", ".join(class_names)[:200]
-        raise BadRow("columns", "label", f"label {label[:40]!r} is none of the classes {shown}")
-    return number
-
-
-def class_name(label: str) -> str:
-    """Return the name of a class for captions: the label with spaces instead of underscores, in
-    composed Unicode (NFC), with lone surrogates escaped.
-    """
-    return to_utf8(unicodedata.normalize("NFC", label.strip().replace("_", " ")))
-
-
-def is_list(label: str) -> bool:
-    """Return whether a label is the text of a list, which is no class."""
-    text = label.strip()
-    return text.startswith("[") and text.endswith("]")
-
-
-def _with_class_caption(
-    values: Values, class_names: Sequence[str], caption_template: str
-) -> Values:
-    label = values.get("label")
     has_text = has_any(values, (*TEXT_COLUMNS, *MESSAGE_COLUMNS))
-    if has_text or not isinstance(label, int) or not 0 <= label < len(class_names):
-        return values
-    return values | {"text": caption_template.replace("{}", class_names[label])}
+    if not has_text and isinstance(label, int) and 0 <= label < len(class_names):
+        values["text"] = caption_template.replace("{}", class_names[label])
+    return values
 
 
 def _as_identifier(name: str, value: object) -> Any:

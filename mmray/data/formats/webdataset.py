@@ -34,9 +34,9 @@ from mmray.data.formats.source import (
 )
 from mmray.data.formats.splits import split_of_file
 from mmray.data.formats.text_lines import decode_text, parse_json
-from mmray.data.formats.values import class_name
 from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.images.read import MAX_IMAGE_BYTES
+from mmray.data.labels import class_name, label_number
 from mmray.data.media.formats import SUBTITLE_SUFFIXES, media_kind
 from mmray.data.media.subtitles import parse_subtitles
 from mmray.data.rows import (
@@ -52,7 +52,6 @@ from mmray.data.rows import (
     format_unused,
     has_any,
     is_safe_path,
-    label_number,
 )
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, RemotePath, open_sequential

@@ -21,6 +21,7 @@ import pyarrow as pa
 from mmray.data.formats.source import SourceChunk
 from mmray.data.images.read import stat_signature
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
+from mmray.data.labels import renumber
 from mmray.data.prepare.job import PrepareJob
 from mmray.data.prepare.kept_columns import KeptColumns
 from mmray.data.prepare.records import (
@@ -107,23 +108,13 @@ def is_current(
     columns = f"{COLUMNS_DIR}/{KEPT}/{record.columns_file}"
     return (
         record.job == job.digest
-        and _has_known_classes(record, job)
+        and renumber(tuple(record.class_names), job.class_names) is not None
         and record.chunk == chunk
         and "unreadable" not in record.reasons
         and not set(retried_stages) & set(record.stages)
         and all(sizes.get(shard.file) == shard.num_bytes for shard in record.shards)
         and (record.columns_file is None or columns in sizes)
     )
-
-
-def _has_known_classes(record: Record, job: PrepareJob) -> bool:
-    """Return whether the labels of a record are still names, or still numbers, and its names those
-    of classes of the set.
-    """
-    names = [*job.class_names]
-    if record.class_names == names[: len(record.class_names)]:
-        return bool(record.class_names) == bool(names)
-    return set(record.class_names) <= set(names)
 
 
 def changed_chunks(records: Sequence[Record], job: PrepareJob) -> list[int]:

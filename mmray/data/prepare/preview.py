@@ -12,9 +12,9 @@ from itertools import chain, islice
 from mmray.builtin import CHAT_COLUMNS, COLUMNS
 from mmray.data.formats.columns import Columns
 from mmray.data.formats.listing import JsonArraySource
-from mmray.data.formats.source import Labels, RawRow, Scan, Source, SourceChunk
+from mmray.data.formats.source import RawRow, Scan, Source, SourceChunk
 from mmray.data.formats.text_lines import JsonlSource
-from mmray.data.formats.values import is_list, order_classes
+from mmray.data.labels import Labels, find_names, label_number, summarize_labels
 from mmray.data.prepare.job import PrepareJob
 from mmray.data.prepare.records import map_rows
 from mmray.data.rows import (
@@ -27,12 +27,9 @@ from mmray.data.rows import (
     ImageRef,
     has_any,
     join_unused,
-    label_number,
 )
-from mmray.errors import DataError
 
 NUM_FIRST_ROWS = 100
-MAX_CLASSES = 100_000
 MAX_LABELED_ROWS = 100_000  # rows whose labels are read on the driver, not in tasks
 _NUM_SHOWN_CLASSES = 12
 _SPLIT_HINTS = {
@@ -155,31 +152,14 @@ def find_class_names(
     )
     work = partial(_read_labels, job=job)
     labels |= map_rows(work, todo, num_rows, MAX_LABELED_ROWS)
-    of_chunks = [labels[chunk] for chunk in scan.chunks]
-    names = set(chain.from_iterable(each["texts"] for each in of_chunks))
-    # With numbers, names are bad rows, because their numbers would be the labels of others.
-    has_numbers = any(each["has_numbers"] for each in of_chunks)
-    if not has_numbers and None in map(label_number, names):
-        if len(names) > MAX_CLASSES:
-            raise DataError(
-                f"{source.folder}: the column label has over {MAX_CLASSES:,} different texts, so "
-                "they are no classes: rename it"
-            )
-        source.class_names = order_classes(names)
-    return replace(scan, labels=of_chunks)
+    scan = replace(scan, labels=[labels[chunk] for chunk in scan.chunks])
+    source.class_names = find_names(scan.labels, str(source.folder))
+    return scan
 
 
 def _read_labels(chunk: SourceChunk, job: PrepareJob) -> tuple[SourceChunk, Labels]:
     """Task: return a chunk and its labels."""
-    texts: set[str] = set()
-    has_numbers = False
-    for label in job.open().labels([chunk]):
-        if not isinstance(label, str):
-            has_numbers = True
-            break
-        if len(texts) <= MAX_CLASSES and label.strip() and not is_list(label):  # no class
-            texts.add(label)
-    return chunk, Labels(texts=sorted(texts), has_numbers=has_numbers)
+    return chunk, summarize_labels(job.open().labels([chunk]))
 
 
 def describe_source(

@@ -22,6 +22,7 @@ import orjson
 import pyarrow as pa
 
 from mmray.data.formats.source import SourceChunk
+from mmray.data.labels import renumber
 from mmray.data.prepare.tasks import Item, Result, map_tasks
 from mmray.data.store.manifest import CHUNK_RECORDS
 from mmray.data.store.shard_table import Shard, pack_rows
@@ -241,7 +242,7 @@ class PackedRows:
 
     out: AnyPath
     records: Sequence[Record]
-    class_names: Sequence[str] = ()
+    class_names: tuple[str, ...] = ()
 
     @cached_property
     def starts(self) -> np.ndarray:
@@ -252,11 +253,8 @@ class PackedRows:
     def shards(self) -> list[Shard]:
         """The shards of all records, with the classes of their labels."""
         shards = []
-        number_of = {name: number for number, name in enumerate(self.class_names)}
         for record in self.records:
-            labels: tuple[int, ...] = ()
-            if record.class_names != [*self.class_names[: len(record.class_names)]]:
-                labels = tuple(number_of[name] for name in record.class_names)
+            labels = renumber(tuple(record.class_names), self.class_names) or ()
             shards += [replace(shard, labels=labels) for shard in record.shards]
         return shards
 
