@@ -12,8 +12,9 @@ from pathlib import PurePosixPath
 
 from mmray import plugins
 from mmray.builtin import FORMATS
-from mmray.data.formats.listing import CAPTION_SUFFIXES, is_image, split_and_class_of
+from mmray.data.formats.listing import CAPTION_SUFFIXES, is_image
 from mmray.data.formats.source import Source, is_about_the_data, list_visible_files, read_head
+from mmray.data.formats.splits import split_and_class_of
 from mmray.data.formats.text_lines import BOM
 from mmray.data.media.formats import media_kind
 from mmray.data.rows import is_valid_name

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from mmray.builtin import COLUMNS
-from mmray.data.formats.listing import BAD_ROW, format_line, read_listing
+from mmray.data.formats.listing import format_line, listed_bad_row, read_listing
 from mmray.data.formats.source import RawRow, Record, Scan, Source, SourceChunk
 from mmray.data.formats.text_lines import JsonlSource
 from mmray.data.partitions import read_part, write_parts
@@ -130,8 +130,6 @@ class GroupedSource(Source):
         return []  # its source has added them
 
     def parse(self, record: Values) -> Values:
-        if BAD_ROW in record:
-            raise BadRow(*record[BAD_ROW])
         return record
 
 
@@ -217,8 +215,7 @@ def _group(row: RawRow) -> tuple[list[Any], Values]:
     Raises DataError if its image is not a path or a URL.
     """
     if isinstance(row.values, BadRow):
-        bad = row.values
-        return [row.location], {BAD_ROW: (bad.stage, bad.reason, bad.detail)}
+        return [row.location], listed_bad_row(row.values)
     images = [_as_list(row.values[name]) for name in IMAGE_COLUMNS if name in row.values]
     if not all(isinstance(image, str) for image in chain.from_iterable(images)):
         raise DataError(

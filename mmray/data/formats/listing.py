@@ -12,7 +12,7 @@ import re
 import unicodedata
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
@@ -26,7 +26,7 @@ from mmray.data.formats.source import (
     is_about_the_data,
     read_head,
 )
-from mmray.data.formats.splits import split_of_folder, splits_of_files, splits_of_folders
+from mmray.data.formats.splits import split_and_class_of, splits_of_files
 from mmray.data.formats.text_lines import (
     BOM,
     MAX_LINE_BYTES,
@@ -53,7 +53,7 @@ from mmray.storage.requests import iter_parallel
 
 # Suffixes of a caption file next to each image.
 CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".cap")
-BAD_ROW = "bad row"  # (stage, reason, detail) of a row that cannot be parsed
+_BAD_ROW = "bad row"  # (stage, reason, detail) of a row that cannot be parsed
 _PIECE_BYTES = 1 << 20  # bytes of a JSON array that are read at a time
 _BETWEEN_ITEMS = re.compile(r"[\s,]*")
 _OBJECTS = "objects (boxes, categories) of the document are not used"
@@ -106,31 +106,25 @@ class ListingSource(Source):
         return read_listing(self.prepared_folder, chunk)
 
     def parse(self, record: Values) -> Values:
-        name = record.pop("text_file", None)
-        if name is None:
-            return record
-        if not is_valid_name(name):
-            raise BadRow("columns", "path", f"{name!r} is not plain UTF-8: rename the file")
-        with os_error_as_bad_row(name):
-            data = read_file(self.folder, name, self.roots)
-        if name.lower().endswith(SUBTITLE_SUFFIXES):
-            notices: list[str] = []
-            texts = parse_subtitles(decode_text(data, name), name, notices)
-            return record | {"texts": texts, NOTICES: [*record.get(NOTICES, ()), *notices]}
-        lines = decode_text(data, name).splitlines()
-        return record | {"texts": [line for line in lines if line.strip()] or [""]}
+        return record
 
 
 def read_listing(folder: AnyPath, chunk: SourceChunk) -> Iterator[Record]:
     """Yield the rows of a chunk of a listing in a folder: line, location and columns."""
     for line, _, data in JsonlSource(folder, chunk.file, {}).records(chunk):
         location, values = json.loads(data)
-        yield line, location, values
+        is_bad = values.keys() == {_BAD_ROW}
+        yield line, location, BadRow(*values[_BAD_ROW]) if is_bad else values
 
 
 def format_line(location: str, row: Values) -> bytes:
     """Return the line of a row in a listing: ASCII, because names may contain lone surrogates."""
     return json.dumps([location, row]).encode() + b"\n"
+
+
+def listed_bad_row(bad: BadRow) -> Values:
+    """Return the values of a bad row in a listing."""
+    return {_BAD_ROW: (bad.stage, bad.reason, bad.detail)}
 
 
 def is_image(name: str) -> bool:
@@ -156,61 +150,6 @@ def _split_language(name: str) -> tuple[str, str]:
         if base and LANGUAGE.fullmatch(language):
             return base, language
     return stem, ""
-
-
-def split_and_class_of(names: Sequence[str]) -> list[tuple[str | None, str | None]]:
-    """Return the split and the class that the folders of each image define.
-
-    `train/cat/1.jpg` is class cat of split train, and `cat/1.jpg` is class cat without a split. The
-    first folders are splits if two of them have names of splits, although there may be stray images
-    next to them. Otherwise test images would become training rows of a class `test`. A folder that
-    contains all the class folders, such as `photos`, is not a class.
-
-    Args:
-        names: Paths of the images, relative to the folder of the source.
-
-    Returns:
-        (split, class) of each image, in order; None for what its folders do not define.
-    """
-    folders = _skip_common_folder([name.split("/")[:-1] for name in names])
-    split_of = splits_of_folders({folder[0] for folder in folders if folder})
-    splits = [split_of[folder[0]] if folder else None for folder in folders]
-    are_splits = len(set(splits) - {None}) > 1 or all(
-        split and len(folder) > 1 for split, folder in zip(splits, folders, strict=True)
-    )
-    if not are_splits:
-        splits = [None] * len(names)
-    below = []
-    for split, folder in zip(splits, folders, strict=True):
-        if split:
-            below.append(_skip_repeated(folder))
-        else:
-            below.append([] if are_splits else folder)
-    return [
-        (split, folder[0] if folder else None)
-        for split, folder in zip(splits, _skip_common_folder(below), strict=True)
-    ]
-
-
-def _skip_common_folder(folders: list[list[str]]) -> list[list[str]]:
-    """Leave out a first folder that is the same for all: the one of photos/cat and photos/dog.
-
-    The only folder of a path stays, and one that is a split.
-    """
-    while all(len(folder) > 1 for folder in folders):
-        first = {folder[0] for folder in folders}
-        if len(first) != 1 or split_of_folder(*first):
-            break
-        folders = [folder[1:] for folder in folders]
-    return folders
-
-
-def _skip_repeated(folder: list[str]) -> list[str]:
-    """Leave out the folder of a split, also if it is repeated, as in seg_train/seg_train/sea."""
-    first = folder[0]
-    while folder and folder[0] == first:
-        folder = folder[1:]
-    return folder
 
 
 class ClassFolders(ListingSource):
@@ -306,6 +245,21 @@ class ImageTextPairs(ListingSource):
             if stem not in media:
                 yield text, {"id": text} | row
 
+    def parse(self, record: Values) -> Values:
+        name = record.pop("text_file", None)
+        if name is None:
+            return record
+        if not is_valid_name(name):
+            raise BadRow("columns", "path", f"{name!r} is not plain UTF-8: rename the file")
+        with os_error_as_bad_row(name):
+            data = read_file(self.folder, name, self.roots)
+        if name.lower().endswith(SUBTITLE_SUFFIXES):
+            notices: list[str] = []
+            texts = parse_subtitles(decode_text(data, name), name, notices)
+            return record | {"texts": texts, NOTICES: [*record.get(NOTICES, ()), *notices]}
+        lines = decode_text(data, name).splitlines()
+        return record | {"texts": [line for line in lines if line.strip()] or [""]}
+
     def parse_item(self, item: Record) -> RawRow:
         text = item[2].get("text_file")
         has_file = text is not None and isinstance(self.folder, Path)
@@ -338,13 +292,8 @@ class JsonArraySource(ListingSource):
         for number, item in enumerate(self._items(), 1):
             detail = f"must be an object {{...}} (got {type(item).__name__})"
             bad = item if isinstance(item, BadRow) else BadRow("parse", "json", detail)
-            row = item if isinstance(item, dict) else {BAD_ROW: (bad.stage, bad.reason, bad.detail)}
+            row = item if isinstance(item, dict) else listed_bad_row(bad)
             yield f"{self.name}:item {number}", row
-
-    def parse(self, record: Values) -> Values:
-        if record.keys() == {BAD_ROW}:
-            raise BadRow(*record[BAD_ROW])
-        return record  # an item may have any column, also `text_file`
 
     def _items(self) -> Iterator[Any]:
         """Yield the items of the array; a BadRow for one that repeats a name. Raises DataError."""

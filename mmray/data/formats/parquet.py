@@ -50,7 +50,7 @@ class ParquetSource(BinarySource):
     the source), `splits(names)` (split by path; None: none), `cumulative_rows(name)` (rows up to
     the end of each row group, and the Arrow schema), `batches(name, start, stop, only)` (a range of
     rows as record batches) and `features(name, schema)` (types that Hugging Face stored, by
-    column). `labels(chunks)` yields the labels of rows: numbers, or names of classes.
+    column). `labels(chunk)` yields the labels of rows: numbers, or names of classes.
 
     Attributes:
         suffixes: Suffixes of its files.
@@ -160,10 +160,9 @@ class ParquetSource(BinarySource):
         features: dict[str, Any] = metadata.get("info", {}).get("features", {})
         return features
 
-    def labels(self, chunks: Sequence[SourceChunk]) -> Iterator[Any]:
-        for chunk in chunks:
-            for batch in self.batches(chunk.file, chunk.start, chunk.stop, [self._label]):
-                yield from batch.column(0).drop_null().to_pylist()
+    def labels(self, chunk: SourceChunk) -> Iterator[Any]:
+        for batch in self.batches(chunk.file, chunk.start, chunk.stop, [self._label]):
+            yield from batch.column(0).drop_null().to_pylist()
 
     def records(self, chunk: SourceChunk) -> Iterator[Record]:
         self.check_unchanged(chunk)

@@ -351,12 +351,11 @@ class Source(ABC):
             DataError: The chunk differs from the scanned one.
         """
 
-    def labels(self, chunks: Sequence[SourceChunk]) -> Iterator[Any]:
+    def labels(self, chunk: SourceChunk) -> Iterator[Any]:
         """Yield the labels of the rows that have one: class numbers, or names of classes."""
-        for chunk in chunks:
-            for row in self.read(chunk):
-                if isinstance(row.values, dict) and "label" in row.values:
-                    yield row.values["label"]
+        for row in self.read(chunk):
+            if isinstance(row.values, dict) and "label" in row.values:
+                yield row.values["label"]
 
     @abstractmethod
     def parse(self, record: Any) -> Values:

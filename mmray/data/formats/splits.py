@@ -1,4 +1,4 @@
-"""Splits that the names of files and folders define, by one rule for all formats."""
+"""Splits and classes that the names of files and folders define, by one rule for all formats."""
 
 from __future__ import annotations
 
@@ -104,6 +104,61 @@ def splits_of_files(paths: Sequence[str]) -> dict[str, str | None]:
     names = set(splits.values())
     is_vehicle = names == {None, "train"}
     return dict.fromkeys(paths) if is_vehicle else splits
+
+
+def split_and_class_of(names: Sequence[str]) -> list[tuple[str | None, str | None]]:
+    """Return the split and the class that the folders of each image define.
+
+    `train/cat/1.jpg` is class cat of split train, and `cat/1.jpg` is class cat without a split. The
+    first folders are splits if two of them have names of splits, although there may be stray images
+    next to them. Otherwise test images would become training rows of a class `test`. A folder that
+    contains all the class folders, such as `photos`, is not a class.
+
+    Args:
+        names: Paths of the images, relative to the folder of the source.
+
+    Returns:
+        (split, class) of each image, in order; None for what its folders do not define.
+    """
+    folders = _skip_common_folder([name.split("/")[:-1] for name in names])
+    split_of = splits_of_folders({folder[0] for folder in folders if folder})
+    splits = [split_of[folder[0]] if folder else None for folder in folders]
+    are_splits = len(set(splits) - {None}) > 1 or all(
+        split and len(folder) > 1 for split, folder in zip(splits, folders, strict=True)
+    )
+    if not are_splits:
+        splits = [None] * len(names)
+    below = []
+    for split, folder in zip(splits, folders, strict=True):
+        if split:
+            below.append(_skip_repeated(folder))
+        else:
+            below.append([] if are_splits else folder)
+    return [
+        (split, folder[0] if folder else None)
+        for split, folder in zip(splits, _skip_common_folder(below), strict=True)
+    ]
+
+
+def _skip_common_folder(folders: list[list[str]]) -> list[list[str]]:
+    """Leave out a first folder that is the same for all: the one of photos/cat and photos/dog.
+
+    The only folder of a path stays, and one that is a split.
+    """
+    while all(len(folder) > 1 for folder in folders):
+        first = {folder[0] for folder in folders}
+        if len(first) != 1 or split_of_folder(*first):
+            break
+        folders = [folder[1:] for folder in folders]
+    return folders
+
+
+def _skip_repeated(folder: list[str]) -> list[str]:
+    """Leave out the folder of a split, also if it is repeated, as in seg_train/seg_train/sea."""
+    first = folder[0]
+    while folder and folder[0] == first:
+        folder = folder[1:]
+    return folder
 
 
 def _find_word(name: str) -> str | None:

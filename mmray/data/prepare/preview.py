@@ -159,7 +159,7 @@ def find_class_names(
 
 def _read_labels(chunk: SourceChunk, job: PrepareJob) -> tuple[SourceChunk, Labels]:
     """Task: return a chunk and its labels."""
-    return chunk, summarize_labels(job.open().labels([chunk]))
+    return chunk, summarize_labels(job.open().labels(chunk))
 
 
 def describe_source(
