@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from mmray.data.formats.source import Source, SourceChunk, changed_error
-from mmray.storage.requests import iter_parallel
 
 
 class BinarySource(Source):
     """Base of the formats whose files are written once: a chunk has a digest of the name, size and
     modification time of its file.
 
-    A subclass implements `check_file(name)`, which is called with new files in threads and raises
-    DataError for a wrong one, and `cut(checked, num_bytes, rows_per_chunk, rows_before)`, which
-    yields start, stop and number of rows of each chunk of a file from what `check_file` returned.
+    A subclass implements `cut(checked, num_bytes, rows_per_chunk, rows_before)`, which yields
+    start, stop and number of rows of each chunk of a file from what `check` returned.
     """
 
-    check_file: Callable[[str], Any]
     cut: Callable[[Any, int, int, int], Iterator[tuple[int, int, int | None]]]
-
-    def before_scan(self, names: Sequence[str]) -> None:
-        # A list, because a source that refers to the threads would stop them in garbage collection.
-        checked = list(iter_parallel(self.check_file, names))
-        self._checked = dict(zip(names, checked, strict=True))
 
     def scan_file(self, name: str, rows_per_chunk: int, rows_before: int) -> Iterator[SourceChunk]:
         stat = self.stats[name]

@@ -120,7 +120,7 @@ class ParquetSource(BinarySource):
                 yield first, stop, stop - first
             start = end
 
-    def check_file(self, name: str) -> FileLayout:
+    def check(self, name: str) -> FileLayout:
         try:
             ends, schema = self.cumulative_rows(name)
         except (pa.ArrowException, OSError) as error:

@@ -41,6 +41,7 @@ from mmray.storage.paths import (
     open_sequential,
     opened_stat,
 )
+from mmray.storage.requests import iter_parallel
 
 # With `Source.grows`, chunks are larger than `rows_per_chunk` after so many of them: 100 million
 # rows are 10,000 chunks.
@@ -246,7 +247,10 @@ class Source(ABC):
         if any(kept.values()):
             self.class_names = earlier.class_names
         splits = self.splits(list(kept))
-        self.before_scan([name for name, chunks in kept.items() if not chunks])
+        new = [name for name, chunks in kept.items() if not chunks]
+        # A list, because a source that refers to the threads would stop them in garbage collection.
+        checked = list(iter_parallel(self.check, new))
+        self._checked = dict(zip(new, checked, strict=True))
         index = 0
         rows = 0
         for name, chunks in kept.items():
@@ -255,10 +259,11 @@ class Source(ABC):
                 index += 1
                 rows += chunk.num_rows or 0
 
-    def before_scan(self, names: Sequence[str]) -> None:
-        """Check or list the rows of the files for which `scan_file` is called next, in this order.
+    def check(self, name: str) -> Any:
+        """Check a file before it is scanned, in a thread, and return what `cut` needs.
 
-        Raises DataError.
+        Raises:
+            DataError: The file is missing, or clearly of another format.
         """
         return
 

@@ -10,7 +10,7 @@ import io
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from itertools import groupby, islice
 from typing import Any, ClassVar, NamedTuple
@@ -141,10 +141,6 @@ class JsonlSource(Source):
         files = [name for name in names if name.lower().endswith(cls.suffixes)]
         return len(files) > 1 and None not in splits_of_paths(files).values()
 
-    def before_scan(self, names: Sequence[str]) -> None:
-        for name in names:
-            self.check(name)
-
     def scan_file(self, name: str, rows_per_chunk: int, rows_before: int) -> Iterator[SourceChunk]:
         start = 0
         first_line = 1
@@ -214,11 +210,6 @@ class JsonlSource(Source):
             raise changed_error(chunk.file)
 
     def check(self, name: str) -> None:
-        """Raise DataError if a file is missing or clearly of another format.
-
-        Args:
-            name: Path of the file, relative to the folder of the source.
-        """
         head = read_head(self.folder, name)
         for mark, advice in _OTHER_FORMATS:
             if head.startswith(mark):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 import re
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -103,11 +103,11 @@ class WebDatasetSource(BinarySource):
     def matches_folder(cls, names: list[str]) -> bool:
         return any(name.lower().endswith(cls.suffixes) for name in names)
 
-    def before_scan(self, names: Sequence[str]) -> None:
-        super().before_scan(names)
+    def scan(self, rows_per_chunk: int) -> Iterator[SourceChunk]:
+        yield from super().scan(rows_per_chunk)
         self.class_names = self._listed_classes
 
-    def check_file(self, name: str) -> None:
+    def check(self, name: str) -> None:
         if read_head(self.folder, name).startswith(b"\x1f\x8b"):
             raise DataError(f"{self.folder / name} is gzip: unpack it first with `gunzip {name}`")
 
