@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -101,9 +101,9 @@ class Scan:
     """
 
     files: dict[str, str] = field(default_factory=dict)
-    chunks: Sequence[SourceChunk] = ()
+    chunks: list[SourceChunk] = field(default_factory=list)
     class_names: tuple[str, ...] = ()
-    labels: Sequence[Labels] = ()
+    labels: list[Labels] = field(default_factory=list)
 
 
 class RawRow(NamedTuple):

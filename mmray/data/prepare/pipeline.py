@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -25,14 +25,15 @@ from mmray.data.formats.detect import detect_source
 from mmray.data.formats.source import Source, SourceChunk
 from mmray.data.images import sample
 from mmray.data.media.sample import generate_clips
-from mmray.data.prepare import assemble, contamination, duplicates, preview
+from mmray.data.prepare import assemble, contamination, duplicates
 from mmray.data.prepare.contamination import is_enabled
 from mmray.data.prepare.identity import is_continued, source_fields
 from mmray.data.prepare.job import PrepareJob
 from mmray.data.prepare.kept_columns import merge_types
 from mmray.data.prepare.pack import changed_chunks, is_current, pack_task
+from mmray.data.prepare.preview import count_rows
 from mmray.data.prepare.records import PackedRows, Record, fold, plan_folds, read_records
-from mmray.data.prepare.scan import read_scan, write_scan
+from mmray.data.prepare.scan import scan_source
 from mmray.data.prepare.tasks import ATTEMPT_SUFFIX, RESUME_HINT, map_tasks
 from mmray.data.store.manifest import (
     CHUNK_RECORDS,
@@ -200,16 +201,21 @@ def prepare(
     try:
         contamination.validate(settings, out)
         folder = to_path(out)
-        grows = settings.rows_per_shard == "auto"
-        settings = _with_shard_size(settings, folder, read_manifest(folder))
         spec = detect_source(source, settings.format)
-        job = PrepareJob(spec, folder, settings, retry, grows=grows)
         create_folders(folder)
         with lease.Lease(
             folder, activity="being prepared", advice="choose another folder"
         ) as write_lease:
+            existing = read_manifest(folder)
+            sized = _with_shard_size(settings, folder, existing)
+            grows = settings.rows_per_shard == "auto"
+            job = PrepareJob(spec, folder, sized, retry, grows=grows)
             return _prepare(
-                job, write_lease, progress or (lambda _: None), log or (lambda _, __: None)
+                job,
+                existing,
+                write_lease,
+                progress or (lambda _: None),
+                log or (lambda _, __: None),
             )
     except OSError as error:
         raise ResourceError(f"prepare failed: {error}. {RESUME_HINT}") from error
@@ -247,26 +253,21 @@ def create_folders(out: AnyPath) -> None:
         raise UsageError(f"cannot write to {out} ({error}): choose another folder") from None
 
 
-def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, log: Log) -> Manifest:
+def _prepare(
+    job: PrepareJob,
+    existing: Manifest | None,
+    write_lease: lease.Lease,
+    progress: OnProgress,
+    log: Log,
+) -> Manifest:
     out = job.out
     settings = job.settings
     outdated = (TEMP_SUFFIX, ATTEMPT_SUFFIX, REJECTED_QUARANTINE)
     _remove_files(out, lambda name: name.endswith(outdated), ("", SHARDS, CHUNK_RECORDS))
-    before = existing = read_manifest(out)
-    source, scan, first_rows = preview.understand(
-        job, read_scan(job), lambda rows: progress(PrepareProgress("scan", rows, 0))
-    )
-    scan = preview.find_class_names(job, source, scan, first_rows)
-    if scan != source.earlier:
-        write_scan(job, scan)
-    chunks = [*scan.chunks]
-    total = preview.count_rows(chunks)
-    base = hashlib.sha256((out / MANIFEST).read_bytes()).hexdigest() if existing else ""
-    job = replace(job, class_names=source.class_names, base=base)
-    for text, heading in preview.describe_source(job, source, chunks, first_rows):
-        log(text, heading)
-    if before is not None and not is_continued(before, job, chunks):
-        before = None
+    source, chunks = scan_source(job, lambda rows: progress(PrepareProgress("scan", rows, 0)), log)
+    total = count_rows(chunks)
+    job = replace(job, class_names=source.class_names)
+    before = existing if existing and is_continued(existing, job, chunks) else None
     packed = _pack(job, chunks, total, progress)
     if before is not None and _is_unchanged(before, job, chunks, packed):
         return before
@@ -419,6 +420,10 @@ def _pack(
     """
     done = _current_records(job, chunks)
     todo = [chunk for chunk in chunks if chunk.index not in done]
+    if todo:
+        with suppress(FileNotFoundError):
+            base = (job.out / MANIFEST).read_bytes()
+            job = replace(job, base=hashlib.sha256(base).hexdigest())
     rows = sum(record.num_rows for record in done.values())
     bad = sum(record.num_bad for record in done.values())
     tasks = map_tasks(partial(pack_task, job=job), todo)
