@@ -13,6 +13,7 @@ import unicodedata
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
@@ -100,7 +101,8 @@ class ListingSource(Source):
         rows = JsonlSource(self.prepared_folder, self.listing, {})
         rows.grows = self.grows
         rows.earlier = self.earlier
-        return rows.scan(rows_per_chunk)
+        for index, chunk in enumerate(rows.scan_file(self.listing, rows_per_chunk, 0)):
+            yield replace(chunk, index=index)
 
     def records(self, chunk: SourceChunk) -> Iterator[Record]:
         return read_listing(self.prepared_folder, chunk)

@@ -317,10 +317,11 @@ class Source(ABC):
     @cached_property
     def stats(self) -> dict[str, Any]:
         """`stat()` of each file of the source by name, on a store from a listing."""
+        names = self.names()
         listed = {}
-        if isinstance(self.folder, RemotePath) and not self.name:
+        if names and isinstance(self.folder, RemotePath) and not self.name:
             listed = list_stats(self.folder)
-        return {name: listed.get(name) or opened_stat(self.folder / name) for name in self.names()}
+        return {name: listed.get(name) or opened_stat(self.folder / name) for name in names}
 
     @cached_property
     def files(self) -> dict[str, str]:
