@@ -50,7 +50,7 @@ def read(address, out):
     chunks = list(source.scan(3))
     items = [item for chunk in chunks for item in source.read(chunk)]
     return [(one.file, one.first_line, one.num_rows) for one in chunks], [
-        (item.line, item.location, told(source.folder, item)) for item in items
+        (item.location, told(source.folder, item)) for item in items
     ]
 
 

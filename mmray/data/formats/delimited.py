@@ -13,6 +13,7 @@ import re
 import tokenize
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
@@ -90,6 +91,10 @@ class CsvSource(JsonlSource):
     suffixes: ClassVar[tuple[str, ...]] = (".csv",)
     has_types = False
     delimiter: ClassVar[str] = ","
+
+    @cached_property
+    def _layouts(self) -> dict[str, _Layout]:
+        return {}  # by file
 
     def check(self, name: str) -> None:
         super().check(name)
@@ -247,8 +252,8 @@ class CsvSource(JsonlSource):
 
     def records(self, chunk: SourceChunk) -> Iterator[Record]:
         layout = self._layout(chunk.file)
-        for line, location, record in super().records(chunk):
-            yield line, location, (layout, record)
+        for location, record in super().records(chunk):
+            yield location, (layout, record)
 
     def parse(self, record: tuple[_Layout, list[str] | BadRow]) -> Values:
         layout, fields_or_error = record

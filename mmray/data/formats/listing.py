@@ -112,11 +112,11 @@ class ListingSource(Source):
 
 
 def read_listing(folder: AnyPath, chunk: SourceChunk) -> Iterator[Record]:
-    """Yield the rows of a chunk of a listing in a folder: line, location and columns."""
-    for line, _, data in JsonlSource(folder, chunk.file, {}).records(chunk):
+    """Yield the rows of a chunk of a listing in a folder: location and columns."""
+    for _, data in JsonlSource(folder, chunk.file, {}).records(chunk):
         location, values = json.loads(data)
         is_bad = values.keys() == {_BAD_ROW}
-        yield line, location, BadRow(*values[_BAD_ROW]) if is_bad else values
+        yield location, BadRow(*values[_BAD_ROW]) if is_bad else values
 
 
 def format_line(location: str, row: Values) -> bytes:
@@ -263,7 +263,7 @@ class ImageTextPairs(ListingSource):
         return record | {"texts": [line for line in lines if line.strip()] or [""]}
 
     def parse_item(self, item: Record) -> RawRow:
-        text = item[2].get("text_file")
+        text = item[1].get("text_file")
         has_file = text is not None and isinstance(self.folder, Path)
         files = (stat_signature(self.folder, text),) if has_file else ()
         return super().parse_item(item)._replace(files=files)

@@ -170,7 +170,7 @@ class ParquetSource(BinarySource):
         try:
             for batch in self.batches(chunk.file, chunk.start, chunk.stop):
                 for number in range(batch.num_rows):
-                    yield row_number, f"{chunk.file}:{row_number}", batch.slice(number, 1)
+                    yield f"{chunk.file}:{row_number}", batch.slice(number, 1)
                     row_number += 1
         except TransientStorageError:
             raise
@@ -183,7 +183,7 @@ class ParquetSource(BinarySource):
             end = "the last" if chunk.num_rows is None else chunk.stop
             detail = f"rows {row_number} to {end}: {str(error)[:200]}"
             for rest in range(row_number, last + 1):
-                yield rest, f"{chunk.file}:{rest}", BadRow("read", reason, detail)
+                yield f"{chunk.file}:{rest}", BadRow("read", reason, detail)
         self.check_unchanged(chunk)
 
     def parse(self, record: pa.RecordBatch) -> Values:

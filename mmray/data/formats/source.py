@@ -54,7 +54,7 @@ _MARK = "a text or label such as `NA` or `None` is used as it is; leave it empty
 # Files and folders that macOS, Windows and network disks add.
 _SYSTEM_FILES = {"__macosx", "thumbs.db", "desktop.ini", "@eadir", "lost+found", "$recycle.bin"}
 
-Record = tuple[int, str, Any]  # line, location (`file:line`) and unparsed row
+Record = tuple[str, Any]  # location (`file:line`) and unparsed row
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,6 @@ class RawRow(NamedTuple):
     """A parsed row of a source before validation.
 
     Attributes:
-        line: Number of the row in its file, from 1, which orders the rows of a chunk; of a tar in
-            the chunk.
         location: `file:line`, for messages.
         values: A BadRow if the row could not be parsed, otherwise a dict of the columns that it
             has: `id` or `key`, `image`, `images` or `image_path`, `text` or `texts`, `label`,
@@ -121,7 +119,6 @@ class RawRow(NamedTuple):
         files: Signatures (`stat_signature`) of the local files that have its texts.
     """
 
-    line: int
     location: str
     values: Values | BadRow
     files: tuple[tuple[str, int | None, int | None], ...] = ()
@@ -134,9 +131,9 @@ class Source(ABC):
     user's own subclass is named as `--format package.module:Class`.
 
     `scan(rows_per_chunk)` yields the chunks on the driver, each a SourceChunk: a part of one file
-    that one task reads. It calls `scan_file` with each of `names()`. In a task `read(chunk)` yields
-    its rows as RawRow (line, location, values by mmray's column names or a BadRow). It calls
-    `records(chunk)`, which yields (line, location, unparsed record), and `parse(record)`, which
+    that one task reads. It calls `scan_file` with each of `names()` that changed. In a task
+    `read(chunk)` yields its rows as RawRow (location, values by mmray's column names or a BadRow).
+    It calls `records(chunk)`, which yields (location, unparsed record), and `parse(record)`, which
     returns the values by the column names of the source or raises BadRow.
 
     Args:
@@ -350,8 +347,8 @@ class Source(ABC):
         """Yield the unparsed rows of a chunk that `scan` yielded.
 
         Yields:
-            (line, location, record): number of the row in its file, `file:line` for messages, and a
-            value that `parse` accepts, or a BadRow.
+            (location, record): `file:line` for messages, and a value that `parse` accepts, or a
+            BadRow.
 
         Raises:
             DataError: The chunk differs from the scanned one.
@@ -393,22 +390,22 @@ class Source(ABC):
 
     def parse_item(self, item: Record) -> RawRow:
         """Parse one row, or a BadRow in its place, and rename its columns."""
-        line, location, record = item
+        location, record = item
         if isinstance(record, BadRow):
-            return RawRow(line, location, record)
+            return RawRow(location, record)
         try:
             parsed = self.parse(record)
             values = normalize_values(
                 self.columns.rename(parsed), self.class_names, self.caption_template
             )
         except BadRow as bad:
-            return RawRow(line, location, bad)
+            return RawRow(location, bad)
         if self.columns.keep:
             kept = {name: value for name, value in parsed.items() if self.columns.keeps(name)}
             values[KEPT_COLUMNS] = kept
         if notices := self.notices(parsed, values):
             values[NOTICES] = [*values.get(NOTICES, ()), *notices]
-        return RawRow(line, location, values)
+        return RawRow(location, values)
 
     def notices(self, parsed: Values, values: Values) -> list[str]:
         """Return the notices of columns that are not used, and of texts such as `NA`.

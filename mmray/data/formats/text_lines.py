@@ -11,7 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby, islice
 from typing import Any, ClassVar, NamedTuple
 
@@ -132,10 +132,6 @@ class JsonlSource(Source):
     reads_folder = True
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson")
 
-    @cached_property
-    def _layouts(self) -> dict[str, Any]:
-        return {}  # by file, of a subclass
-
     @classmethod
     def matches_folder(cls, names: list[str]) -> bool:
         files = [name for name in names if name.lower().endswith(cls.suffixes)]
@@ -204,7 +200,7 @@ class JsonlSource(Source):
             lines = LineReader(file, chunk.start, chunk.stop)
             for record in self.iter_records(chunk.file, lines):
                 if record:
-                    yield line, f"{chunk.file}:{line}", record
+                    yield f"{chunk.file}:{line}", record
                 line = chunk.first_line + lines.num_lines
         if lines.digest.hexdigest() != chunk.signature:
             raise changed_error(chunk.file)

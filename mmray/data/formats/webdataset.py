@@ -137,7 +137,7 @@ class WebDatasetSource(BinarySource):
     def records(self, chunk: SourceChunk) -> Iterator[Record]:
         extensions: dict[str, set[str]] = {}  # extensions in earlier samples, by their name
         samples = _group_samples(_iter_members(self.folder, chunk, extensions))
-        for number, (stem, sample) in enumerate(samples, 1):
+        for stem, sample in samples:
             before = extensions.get(stem)
             if before is not None and before.isdisjoint(sample):
                 raise DataError(
@@ -148,7 +148,7 @@ class WebDatasetSource(BinarySource):
             if len(extensions) < _MAX_COMPARED_SAMPLES:
                 extensions[stem] = {*sample}
             bad = next((each for each in sample.values() if isinstance(each, BadRow)), None)
-            yield number, f"{chunk.file}/{stem}", bad or sample
+            yield f"{chunk.file}/{stem}", bad or sample
         self.check_unchanged(chunk)
 
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:

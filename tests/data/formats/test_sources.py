@@ -46,7 +46,9 @@ def scan(place, name, rows, earlier=()):
 
 def lines_of(place, name, chunks):
     return [
-        (line, data) for chunk in chunks for line, _, data in Lines(place, name, {}).records(chunk)
+        (int(location.rpartition(":")[2]), data)
+        for chunk in chunks
+        for location, data in Lines(place, name, {}).records(chunk)
     ]
 
 

@@ -57,7 +57,7 @@ def rows_of(folder):
     source = WebDatasetSource(folder, "a.tar", {})
     chunks = list(source.scan(512))
     rows = []
-    for _, location, record in chain.from_iterable(map(source.records, chunks)):
+    for location, record in chain.from_iterable(map(source.records, chunks)):
         if isinstance(record, BadRow):
             rows.append((location, record.reason))
         else:
