@@ -13,7 +13,7 @@ import pytest
 
 from mmray.data.formats.detect import detect_source, open_source
 from mmray.data.images.read import read_image
-from mmray.data.prepare import pipeline, preview, row_builder
+from mmray.data.prepare import pipeline, row_builder, scan
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.rows import BadRow
 from mmray.data.source_row import parse_row
@@ -122,7 +122,7 @@ def test_source_is_listed_once(tmp_path, in_process, monkeypatch, name):
 def test_only_new_files_are_opened_if_a_source_grows(
     tmp_path, memory, in_process, monkeypatch, title, store
 ):
-    monkeypatch.setattr(preview, "NUM_FIRST_ROWS", 2)
+    monkeypatch.setattr(scan, "NUM_FIRST_ROWS", 2)
     disk, used = ALL[title](tmp_path / "raw"), []
     source = to_path(store or str(disk))
     names = [name for name in list_files(disk) if not name.endswith(".json")]
@@ -154,7 +154,7 @@ def test_only_new_files_are_opened_if_a_source_grows(
 def test_requests_of_a_task_and_of_a_rerun_do_not_grow_with_the_set(
     s3, tmp_path, in_process, monkeypatch
 ):
-    monkeypatch.setattr(preview, "NUM_FIRST_ROWS", 2)
+    monkeypatch.setattr(scan, "NUM_FIRST_ROWS", 2)
     source, out = f"{s3.address}/raw", f"{s3.address}/out"
     of_tasks, of_reruns = [], []
 

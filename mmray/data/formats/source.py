@@ -105,6 +105,12 @@ class Scan:
     class_names: tuple[str, ...] = ()
     labels: list[Labels] = field(default_factory=list)
 
+    @property
+    def num_rows(self) -> int | None:
+        """Number of rows; None if it is only known after they are read."""
+        counts = [chunk.num_rows for chunk in self.chunks]
+        return None if None in counts else sum(filter(None, counts))
+
 
 class RawRow(NamedTuple):
     """A parsed row of a source before validation.

@@ -31,7 +31,6 @@ from mmray.data.prepare.identity import is_continued, source_fields
 from mmray.data.prepare.job import PrepareJob
 from mmray.data.prepare.kept_columns import merge_types
 from mmray.data.prepare.pack import changed_chunks, is_current, pack_task
-from mmray.data.prepare.preview import count_rows
 from mmray.data.prepare.records import PackedRows, Record, fold, plan_folds, read_records
 from mmray.data.prepare.scan import scan_source
 from mmray.data.prepare.tasks import ATTEMPT_SUFFIX, RESUME_HINT, map_tasks
@@ -264,8 +263,9 @@ def _prepare(
     settings = job.settings
     outdated = (TEMP_SUFFIX, ATTEMPT_SUFFIX, REJECTED_QUARANTINE)
     _remove_files(out, lambda name: name.endswith(outdated), ("", SHARDS, CHUNK_RECORDS))
-    source, chunks = scan_source(job, lambda rows: progress(PrepareProgress("scan", rows, 0)), log)
-    total = count_rows(chunks)
+    source, scan = scan_source(job, lambda rows: progress(PrepareProgress("scan", rows, 0)), log)
+    chunks = scan.chunks
+    total = scan.num_rows
     job = replace(job, class_names=source.class_names)
     before = existing if existing and is_continued(existing, job, chunks) else None
     packed = _pack(job, chunks, total, progress)

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
-from itertools import chain, islice
+from collections.abc import Iterator, Sequence
 
 from mmray.builtin import CHAT_COLUMNS, COLUMNS
 from mmray.data.formats.columns import Columns
 from mmray.data.formats.listing import JsonArraySource
 from mmray.data.formats.source import RawRow, Scan, Source, SourceChunk
 from mmray.data.formats.text_lines import JsonlSource
-from mmray.data.labels import Labels, find_names, label_number, summarize_labels
+from mmray.data.labels import label_number
 from mmray.data.prepare.job import PrepareJob
-from mmray.data.prepare.records import map_rows
 from mmray.data.rows import (
     FOLDER,
     KEPT_COLUMNS,
@@ -29,8 +25,6 @@ from mmray.data.rows import (
     join_unused,
 )
 
-NUM_FIRST_ROWS = 100
-MAX_LABELED_ROWS = 100_000  # rows whose labels are read on the driver, not in tasks
 _NUM_SHOWN_CLASSES = 12
 _SPLIT_HINTS = {
     "auto": "(by the names of files and folders; --split none ignores them)",
@@ -54,45 +48,7 @@ class _ExampleRepr(reprlib.Repr):
         return f"({len(data):,} bytes)"
 
 
-def understand(
-    job: PrepareJob, earlier: Scan, on_rows: Callable[[int], None]
-) -> tuple[Source, Scan, list[RawRow]]:
-    """Scan a source.
-
-    Args:
-        job: Its output folder must exist, because some formats write a list of files.
-        earlier: Scan of an earlier prepare with the same settings.
-        on_rows: Called with the number of rows that were scanned so far; 0 at the start.
-
-    Returns:
-        The source, its scan without labels, and its first NUM_FIRST_ROWS (100) rows.
-
-    Raises:
-        DataError: The source is invalid, or has no columns of images or texts.
-        UsageError: It has no column of `prepare.keep`.
-    """
-    source = job.open()
-    on_rows(0)  # some formats list all files before the first chunk
-    chunks: list[SourceChunk] = []
-    rows = 0
-    source.earlier = earlier
-    for chunk in source.scan(job.rows_per_shard):
-        chunks.append(chunk)
-        rows += chunk.num_rows or 0
-        on_rows(rows)
-    first_rows = list(islice(chain.from_iterable(map(source.read, chunks)), NUM_FIRST_ROWS))
-    _check_columns(job, source, first_rows)
-    return source, Scan(source.files, chunks, source.class_names), first_rows
-
-
-def count_rows(chunks: Sequence[SourceChunk]) -> int | None:
-    """Return the number of rows; None if it is only known after they are read."""
-    if any(chunk.num_rows is None for chunk in chunks):
-        return None
-    return sum(chunk.num_rows or 0 for chunk in chunks)
-
-
-def _check_columns(job: PrepareJob, source: Source, first_rows: Sequence[RawRow]) -> None:
+def check_columns(job: PrepareJob, source: Source, first_rows: Sequence[RawRow]) -> None:
     """Check the columns of the first rows, as formats with a header check theirs.
 
     Raises DataError if JSON rows have no column of images or media, or none of texts, and
@@ -122,55 +78,14 @@ def _kept_names(first_rows: Sequence[RawRow]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row.get(KEPT_COLUMNS, {})))
 
 
-def find_class_names(
-    job: PrepareJob, source: Source, scan: Scan, first_rows: Sequence[RawRow]
-) -> Scan:
-    """Set the names of the labels 0, 1, ... as `class_names` of the source, if it does not define
-    them; it has none if all labels are numbers or texts of numbers.
-
-    All rows are read, in tasks, if a label of the first rows is a text; of tars only if one is a
-    name, because reading them takes long. Labels of chunks of the earlier scan are not read again.
-
-    Returns:
-        The scan with the labels of the chunks, if they were read.
-
-    Raises:
-        DataError: There are more than MAX_CLASSES (100,000) names, so they are no classes.
-    """
-    first = [row.values.get("label") for row in first_rows if isinstance(row.values, dict)]
-    texts = [label for label in first if isinstance(label, str)]
-    is_numbered = count_rows(scan.chunks) is None and all(
-        label_number(label) is not None for label in texts
-    )
-    if source.class_names or not texts or is_numbered:
-        return scan
-    labels = dict(zip(source.earlier.chunks, source.earlier.labels, strict=False))
-    todo = [chunk for chunk in scan.chunks if chunk not in labels]
-    num_rows = sum(
-        (chunk.stop - chunk.start) >> 10 if chunk.num_rows is None else chunk.num_rows
-        for chunk in todo
-    )
-    work = partial(_read_labels, job=job)
-    labels |= map_rows(work, todo, num_rows, MAX_LABELED_ROWS)
-    scan = replace(scan, labels=[labels[chunk] for chunk in scan.chunks])
-    source.class_names = find_names(scan.labels, str(source.folder))
-    return scan
-
-
-def _read_labels(chunk: SourceChunk, job: PrepareJob) -> tuple[SourceChunk, Labels]:
-    """Task: return a chunk and its labels."""
-    return chunk, summarize_labels(job.open().labels(chunk))
-
-
 def describe_source(
-    job: PrepareJob, source: Source, chunks: Sequence[SourceChunk], first_rows: Sequence[RawRow]
+    job: PrepareJob, source: Source, scan: Scan, first_rows: Sequence[RawRow]
 ) -> Iterator[tuple[str, str]]:
     """Yield lines for the user that describe how `prepare` understands a source.
 
     Args:
         job: Location of the source, and the `prepare` settings.
-        source: The source, whose `scan` was iterated.
-        chunks: The chunks that `scan` yielded.
+        source: The source, with the names of its classes.
         first_rows: The first rows, parsed: values by column, or a BadRow.
 
     Yields:
@@ -178,11 +93,11 @@ def describe_source(
         other headings, each at most once, are `splits`, `ignored` (files), `columns`, `repeats`
         (of images), `classes`, `kept` (columns of `prepare.keep`) and `example` (values of a row).
     """
-    total = count_rows(chunks)
-    num_files = len({chunk.file for chunk in chunks})
+    total = scan.num_rows
+    num_files = len({chunk.file for chunk in scan.chunks})
     size = f"{num_files:,} files" if total is None else f"{total:,} rows"
     yield f"{source.folder / source.name}: {size} of {source.describe()}", "source"
-    if layout := _format_layout_splits(source, chunks):
+    if layout := _format_layout_splits(source, scan.chunks):
         yield f"{layout} {_SPLIT_HINTS.get(job.settings.split, _OTHER_SPLIT_HINT)}", "splits"
     if source.ignored:
         counts = [f"{name or 'none'} {n:,}" for name, n in source.ignored.most_common(10)]

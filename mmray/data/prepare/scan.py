@@ -4,38 +4,60 @@ only scans what has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain, islice
 
 import orjson
 
-from mmray.data.formats.source import Scan, Source, SourceChunk
+from mmray.data.formats.source import RawRow, Scan, Source, SourceChunk
+from mmray.data.labels import Labels, find_names, label_number, summarize_labels
 from mmray.data.prepare.job import PrepareJob
-from mmray.data.prepare.preview import describe_source, find_class_names, understand
+from mmray.data.prepare.preview import check_columns, describe_source
+from mmray.data.prepare.records import map_rows
 from mmray.data.store.manifest import SCAN
 from mmray.storage.paths import write_atomic
+
+NUM_FIRST_ROWS = 100
+MAX_LABELED_ROWS = 100_000  # rows whose labels are read on the driver, not in tasks
 
 
 def scan_source(
     job: PrepareJob, on_rows: Callable[[int], None], log: Callable[[str, str], None]
-) -> tuple[Source, list[SourceChunk]]:
-    """Return a source with the names of its classes, and its chunks.
+) -> tuple[Source, Scan]:
+    """Scan a source, and find the names of its classes.
 
     Args:
-        on_rows: Called with the number of rows that were scanned so far.
+        job: Its output folder must exist, because some formats write a list of files.
+        on_rows: Called with the number of rows that were scanned so far; 0 at the start.
         log: Called with (message, heading) of what `prepare` understood.
 
     Raises:
-        DataError: The source is invalid.
-        UsageError: The settings do not fit the source.
+        DataError: The source is invalid, or has no columns of images or texts.
+        UsageError: It has no column of `prepare.keep`.
     """
-    source, scan, first_rows = understand(job, _read_scan(job), on_rows)
-    scan = find_class_names(job, source, scan, first_rows)
+    source = job.open()
+    source.earlier = _read_scan(job)
+    on_rows(0)  # some formats list all files before the first chunk
+    chunks: list[SourceChunk] = []
+    rows = 0
+    for chunk in source.scan(job.rows_per_shard):
+        chunks.append(chunk)
+        rows += chunk.num_rows or 0
+        on_rows(rows)
+    first_rows = list(islice(chain.from_iterable(map(source.read, chunks)), NUM_FIRST_ROWS))
+    check_columns(job, source, first_rows)
+    scan = Scan(source.files, chunks, source.class_names)
+    if not scan.class_names and _has_names(scan, first_rows):
+        scan = replace(scan, labels=_read_labels(job, chunks, source.earlier))
+        source.class_names = find_names(scan.labels, str(source.folder))
     if scan != source.earlier:
         data = orjson.dumps(vars(scan) | {"job": job.digest})
         write_atomic(job.out / SCAN, data)
-    for text, heading in describe_source(job, source, scan.chunks, first_rows):
+    for text, heading in describe_source(job, source, scan, first_rows):
         log(text, heading)
-    return source, scan.chunks
+    return source, scan
 
 
 def _read_scan(job: PrepareJob) -> Scan:
@@ -49,3 +71,31 @@ def _read_scan(job: PrepareJob) -> Scan:
         return Scan(**values | {"chunks": chunks, "class_names": names})
     except (FileNotFoundError, ValueError, LookupError, TypeError):  # or damaged
         return Scan()
+
+
+def _has_names(scan: Scan, first_rows: Sequence[RawRow]) -> bool:
+    """Return whether labels may be names of classes: one of the first rows is a text; of tars a
+    name, because reading their labels takes long.
+    """
+    labels = [row.values.get("label") for row in first_rows if isinstance(row.values, dict)]
+    texts = [label for label in labels if isinstance(label, str)]
+    if scan.num_rows is None:
+        return None in map(label_number, texts)
+    return bool(texts)
+
+
+def _read_labels(job: PrepareJob, chunks: Sequence[SourceChunk], earlier: Scan) -> list[Labels]:
+    """Return the labels of each chunk; those of chunks of an earlier scan are not read again."""
+    labels = dict(zip(earlier.chunks, earlier.labels, strict=False))
+    todo = [chunk for chunk in chunks if chunk not in labels]
+    num_rows = sum(
+        (chunk.stop - chunk.start) >> 10 if chunk.num_rows is None else chunk.num_rows
+        for chunk in todo
+    )
+    labels |= map_rows(partial(_read_chunk_labels, job=job), todo, num_rows, MAX_LABELED_ROWS)
+    return [labels[chunk] for chunk in chunks]
+
+
+def _read_chunk_labels(chunk: SourceChunk, job: PrepareJob) -> tuple[SourceChunk, Labels]:
+    """Task: return a chunk and its labels."""
+    return chunk, summarize_labels(job.open().labels(chunk))

@@ -28,8 +28,9 @@ from PIL import Image, ImageOps
 from mmray.config import Prepare
 from mmray.data.formats.text_lines import JsonlSource
 from mmray.data.images.decode import decode
-from mmray.data.prepare import assemble, preview, records
+from mmray.data.prepare import assemble, records
 from mmray.data.prepare import pipeline as prepare_module
+from mmray.data.prepare import scan as scan_module
 from mmray.data.prepare.pack import pack_chunk
 from mmray.data.prepare.pipeline import ensure_prepared, prepare
 from mmray.data.prepare.tasks import MAX_ATTEMPTS
@@ -303,10 +304,10 @@ def test_large_files_of_records_stay_when_a_source_grows(tmp_path, in_process, r
 
 
 def test_labels_of_packed_chunks_are_not_read_again(tmp_path, in_process, run, monkeypatch):
-    seen, read_labels = [], preview._read_labels
+    seen, read_labels = [], scan_module._read_chunk_labels
     monkeypatch.setattr(
-        preview,
-        "_read_labels",
+        scan_module,
+        "_read_chunk_labels",
         lambda chunk, job: seen.append(chunk.index) or read_labels(chunk, job),
     )
     make_source(tmp_path / "raw", 4, label="cat")
