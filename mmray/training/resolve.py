@@ -19,6 +19,7 @@ from mmray.data.images.sample import write_once
 from mmray.data.prepare.pipeline import PrepareProgress
 from mmray.data.prepare.token_counts import NOT_COUNTED, token_counts
 from mmray.data.rows import MAX_OVERHANG_S
+from mmray.data.store.manifest import RECORD_BATCH_ROWS
 from mmray.data.store.mixture import PreparedMixture, read_each
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.selection import SELECTIONS_DIR
@@ -45,7 +46,7 @@ from mmray.training.sets import TrainSet, match_sets, open_sets
 # Objectives in which the texts of other rows are negatives.
 _TEXT_CONTRASTS = {"contrastive", "sigmoid", "audio_text", "video_text"}
 MIN_EQUAL_CAPTIONS = 0.01  # mean number of them in a step for each row, from which it is logged
-MAX_SAMPLED_ROWS = 64  # of a set, whose texts are compared with the length of clips
+MAX_SAMPLED_ROWS = 64  # of a set, whose texts are compared with the limits of the model
 DEFAULT_VOCAB_SIZE = 30522  # BERT's; of a tokenizer that is not known yet
 
 
@@ -122,7 +123,10 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     tokenizer_json = ""
     if not isinstance(model, Vlm):  # its processor is in its weights
         tokenizer_json = load_tokenizer(config.model.inputs.tokenizer, train_set.tokenizer_json)
-        model = _with_vocab_of(tokenizer_json, model)
+        encoder = TextEncoder(tokenizer_json, config.model.inputs.max_tokens)
+        if line := describe_cut_captions(encoder, sets.train):
+            reporter.log(line, "captions")
+        model = _with_vocab_of(encoder, tokenizer_json, model)
         for line in describe_other_inputs(model, tokenizer_json):
             reporter.log(line, "settings")
     resolved_config = config.replace(
@@ -149,13 +153,12 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     return resolved
 
 
-def _with_vocab_of(tokenizer_json: str, model: Model) -> Model:
+def _with_vocab_of(encoder: TextEncoder, tokenizer_json: str, model: Model) -> Model:
     """Return the `model` section with the vocabulary size of a tokenizer.
 
     Raises:
         UsageError: The tokenizer does not suit the model.
     """
-    encoder = TextEncoder(tokenizer_json, model.inputs.max_tokens)
     if model.has_decoder and encoder.end_id is None:
         raise UsageError(
             f"model.decoder: the tokenizer ({model.inputs.tokenizer}) adds no token at the end of "
@@ -272,21 +275,18 @@ def describe_equal_captions(
 
 
 def describe_long_texts(config: Config, sets: Sequence[PreparedSet]) -> str | None:
-    """Describe how many texts are about more than `clip_s` seconds of audio or video, counted in
-    MAX_SAMPLED_ROWS rows at equal distances; None without such a text.
+    """Describe how many texts of sampled rows are about more than `clip_s` seconds of audio or
+    video; None without such a text.
     """
     inputs = config.model.inputs
     if not isinstance(inputs, ClipInputs) or not inputs.clip_s:
         return None
     clip_s = inputs.clip_s
     lengths = []
-    for each in sets:
-        count = min(each.num_rows, MAX_SAMPLED_ROWS)
-        for row in read_each(each, np.arange(count) * each.num_rows // max(1, count)):
-            if isinstance(row, Row):
-                recorded = max((media.duration or 0.0 for media in row.media), default=0.0)
-                spans = row.spans or [None] * len(row.texts)
-                lengths += [span[1] - span[0] if span else recorded for span in spans]
+    for row in _sample_rows(sets):
+        recorded = max((media.duration or 0.0 for media in row.media), default=0.0)
+        spans = row.spans or [None] * len(row.texts)
+        lengths += [span[1] - span[0] if span else recorded for span in spans]
     longer = sum(length > clip_s + MAX_OVERHANG_S for length in lengths)
     return (
         f"{longer:,} of {len(lengths):,} texts are about more than model.inputs.clip_s {clip_s:g} "
@@ -295,6 +295,32 @@ def describe_long_texts(config: Config, sets: Sequence[PreparedSet]) -> str | No
         if longer
         else None
     )
+
+
+def describe_cut_captions(encoder: TextEncoder, sets: Sequence[PreparedSet]) -> str | None:
+    """Describe how many captions of sampled rows have more tokens than a model reads; None without
+    such a caption.
+    """
+    texts = [encoder.format_caption(text) for row in _sample_rows(sets) for text in row.texts]
+    cut = sum(bool(each.overflowing) for each in encoder.tokenizer.encode_batch_fast(texts))
+    return (
+        f"{cut:,} of {len(texts):,} captions have more than model.inputs.max_tokens "
+        f"{encoder.max_tokens} tokens, and are cut there. Remedies: a larger max_tokens (of "
+        "pretrained weights at most their positions), or shorter captions"
+        if cut
+        else None
+    )
+
+
+def _sample_rows(sets: Sequence[PreparedSet]) -> Iterator[Row]:
+    """Yield up to MAX_SAMPLED_ROWS rows of each set, in groups that are stored together."""
+    for each in sets:
+        indices = np.arange(min(each.num_rows, MAX_SAMPLED_ROWS))
+        groups = indices // RECORD_BATCH_ROWS * RECORD_BATCH_ROWS
+        starts = groups * each.num_rows // max(1, len(indices))
+        for row in read_each(each, starts + indices % RECORD_BATCH_ROWS, whole_blocks=False):
+            if isinstance(row, Row):
+                yield row
 
 
 def _rows_of_epoch(config: Config, train_set: TrainSet, shape: BatchShape) -> int:

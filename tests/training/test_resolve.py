@@ -197,6 +197,23 @@ def test_texts_about_more_than_a_clip_are_stated(tmp_path):
     assert lines[0].startswith("20 of 40 texts are about more than model.inputs.clip_s 5 s (up to ")
 
 
+def test_captions_that_the_model_cuts_are_stated(tmp_path):
+    """Of 640 rows a tenth is read: eight groups of eight."""
+    texts = ["one two three", "one " * 20]
+    rows = [row(number, texts=texts[: 1 + number % 2]) for number in range(640)]
+    make_set(tmp_path / "set", rows)
+    lines = []
+    for max_tokens in (16, 32):
+        wanted = config(tmp_path / "set", tmp_path, "run")
+        inputs = wanted.model.inputs.replace(max_tokens=max_tokens)
+        reporter = Silent()
+        resolve_run(wanted.replace(model=wanted.model.replace(inputs=inputs)), reporter)
+        lines += [text for label, text in reporter.notes if label == "captions"]
+    assert [line.partition(",")[0] for line in lines] == [
+        "32 of 96 captions have more than model.inputs.max_tokens 16 tokens"
+    ]
+
+
 def test_global_batch_above_the_rows_of_an_epoch_is_refused(tmp_path):
     make_set(tmp_path / "set", [row(number) for number in range(15)])
     small = config(tmp_path / "set", tmp_path, "small")

@@ -110,6 +110,7 @@ class TextEncoder:
 
     def __init__(self, tokenizer_json: str, max_tokens: int) -> None:
         self.tokenizer = Tokenizer.from_str(tokenizer_json)
+        self.max_tokens = max_tokens
         # Padded positions are masked, so any id works if the tokenizer has no pad token.
         known = (self.tokenizer.token_to_id(name) for name in _PAD_NAMES)
         declared = self.tokenizer.padding
