@@ -122,7 +122,7 @@ class RawRow(NamedTuple):
             `split`, `messages` or `conversations`, `audio` or `audios`, `video` or `videos`, `t0_s`
             and `t1_s`, in the forms that `parse_row` takes. `kept columns` is a dict of those that
             `prepare.keep` names. Others are ignored.
-        files: Signatures (`stat_signature`) of the local files that have its texts.
+        files: Signatures (`stat_signature`) of the local files that have its texts and media.
     """
 
     location: str

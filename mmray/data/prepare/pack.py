@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 import pyarrow as pa
 
-from mmray.data.formats.source import SourceChunk
+from mmray.data.formats.source import RawRow, SourceChunk
 from mmray.data.images.read import stat_signature
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.labels import renumber
@@ -83,8 +83,7 @@ def pack_chunk(
         builder = RowBuilder(job, subprocess_decoder)
         packer = _ChunkPacker(job, chunk, builder, source.has_types, shard_files)
         for item, row in read_rows(job, source.read(chunk)):
-            builder.signatures += item.files
-            packer.pack(to_utf8(item.location), row)
+            packer.pack(item, row)
     # The shard files are closed now.
     record = packer.record(file)
     write_records(job.out, file, [record], [pa.RecordBatch.from_pylist(packer.rows, SCHEMA)])
@@ -160,7 +159,8 @@ class _ChunkPacker:
         inputs = repr((job.base, job.digest, job.class_names, chunk))
         self.file_suffix = hashlib.sha256(inputs.encode()).hexdigest()[:8]
 
-    def pack(self, location: str, row: SourceRow | BadRow) -> None:
+    def pack(self, item: RawRow, row: SourceRow | BadRow) -> None:
+        location = to_utf8(item.location)
         try:
             if isinstance(row, BadRow):
                 raise row
@@ -174,9 +174,8 @@ class _ChunkPacker:
             }
         else:
             values = self._store(location, row, image_digest)
-        if files := self.builder.signatures:
-            values["files"] = orjson.dumps(files).decode()
-            files.clear()
+        if item.files:
+            values["files"] = orjson.dumps(item.files).decode()
         self.rows.append({"location": location} | values)
 
     def _store(self, location: str, row: SourceRow, image_digest: str) -> dict[str, Any]:

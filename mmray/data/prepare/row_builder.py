@@ -47,17 +47,11 @@ class RowBuilder:
         job: Source, output folder and settings.
         subprocess_decoder: Decodes each image and clip first, in a child process; None: they are
             decoded in this process only.
-
-    Attributes:
-        signatures: List of (name, size in bytes, modification time in ns) of the local files of
-            images, audio and video since the caller cleared it.
     """
 
     def __init__(self, job: PrepareJob, subprocess_decoder: SubprocessDecoder | None) -> None:
-        self.signatures: list[tuple[str, int | None, int | None]] = []
         self._settings = job.settings
         self._compute = job.compute
-        self._source = job.folder
         self._subprocess_decoder = subprocess_decoder
         self._read = partial(_read_image, job)
 
@@ -81,9 +75,6 @@ class RowBuilder:
         row.split = {"auto": row.split, "none": None}.get(settings.split, settings.split)
         digests = []
         size = (0, 0)
-        for image in row.images:
-            if image.data is None and image.file is not None and isinstance(self._source, Path):
-                self.signatures.append(stat_signature(self._source, image.path))
         if settings.pages == "images" and row.messages:
             self._split_pages(row)
         for image in row.images:
@@ -270,8 +261,10 @@ def _check_aspect_ratio(name: str, size: tuple[int, int]) -> None:
 def read_rows(
     job: PrepareJob, items: Iterable[RawRow]
 ) -> Iterator[tuple[RawRow, SourceRow | BadRow]]:
-    """Validate rows, and yield them in order; image files on a store are read ahead by threads."""
-    parsed = ((item, _parse_row(job, item)) for item in items)
+    """Validate rows, and yield them in order, with the signatures of their local media. Image files
+    on a store are read ahead by threads.
+    """
+    parsed = (_parse_row(job, item) for item in items)
     first = list(islice(parsed, NUM_FIRST_ROWS))
     rows = chain(first, parsed)
     images = [each for _, row in first if isinstance(row, SourceRow) for each in row.images]
@@ -280,11 +273,16 @@ def read_rows(
     return rows
 
 
-def _parse_row(job: PrepareJob, item: RawRow) -> SourceRow | BadRow:
+def _parse_row(job: PrepareJob, item: RawRow) -> tuple[RawRow, SourceRow | BadRow]:
     try:
-        return job.parse_row(item)
+        row = job.parse_row(item)
     except BadRow as bad:
-        return bad
+        return item, bad
+    if isinstance(job.folder, Path):
+        media = [image for image in row.images if image.data is None and image.file is not None]
+        signatures = [stat_signature(job.folder, image.path) for image in media]
+        item = item._replace(files=(*item.files, *signatures))
+    return item, row
 
 
 def _read_images(
