@@ -241,6 +241,11 @@ def _json_value(value: object) -> Any:
         return value.tolist()
     encoded = _encode_image(value)
     data = b"" if encoded is None else encoded["bytes"]
+    if data is None:
+        raise DataError(
+            f"a message has a value of type {type(value).__name__} ({str(value)[:40]}); give text, "
+            "numbers, lists, dicts, or an image, audio or video"
+        )
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
@@ -293,6 +298,11 @@ def _rows_of(dataset: Any) -> Part:
         parts = (dataset.iloc[start : start + _ROWS_PER_FILE] for start in starts)
         return (row for part in parts for row in part.to_dict("records")), None
     if package == "datasets" and not isinstance(dataset, Mapping):
+        if type(dataset).__name__ == "Dataset" and dataset.format["type"] == "custom":
+            raise DataError(
+                "the dataset has a transform (`with_transform`), which prepare would not apply: "
+                "use `dataset.map`, or `with_format(None)` to prepare the rows without it"
+            )
         dataset = dataset.with_format("arrow")
         tables = dataset.iter(batch_size=_ROWS_PER_FILE)
         metadata = dataset.features.arrow_schema.metadata if dataset.features else None

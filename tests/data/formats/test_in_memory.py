@@ -1,6 +1,7 @@
 """Rows in memory: each kind of dataset gives the same prepared set as files."""
 
 import io
+from decimal import Decimal
 
 import numpy as np
 import pandas as pd
@@ -214,6 +215,12 @@ def test_equal_rows_are_stored_once(tmp_path):
         ([{"image": Image.new("I", (8, 8), -1), "text": "a"}], DataError, "mode I has values"),
         ([{"image": Image.new("F", (8, 8)), "text": "a"}], DataError, "mode F"),
         (pa.table([[b""], ["a"], ["b"]], ["image", "text", "text"]), DataError, "several columns"),
+        ([{"messages": [{"role": "user", "weight": Decimal(1)}]}], DataError, "type Decimal"),
+        (
+            datasets.Dataset.from_dict({"image": [b""], "text": ["a"]}).with_transform(dict),
+            DataError,
+            "the dataset has a transform",
+        ),
         ([{"image": b"", "text": "a"}, {"image": b"", "text": 3}], DataError, "different types"),
     ],
 )
