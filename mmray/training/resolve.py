@@ -304,7 +304,7 @@ def describe_cut_captions(encoder: TextEncoder, sets: Sequence[PreparedSet]) -> 
     texts = [encoder.format_caption(text) for row in _sample_rows(sets) for text in row.texts]
     cut = sum(bool(each.overflowing) for each in encoder.tokenizer.encode_batch_fast(texts))
     return (
-        f"{cut:,} of {len(texts):,} captions have more than model.inputs.max_tokens "
+        f"{cut:,} of {len(texts):,} sampled captions have more than model.inputs.max_tokens "
         f"{encoder.max_tokens} tokens, and are cut there. Remedies: a larger max_tokens (of "
         "pretrained weights at most their positions), or shorter captions"
         if cut

@@ -210,7 +210,7 @@ def test_captions_that_the_model_cuts_are_stated(tmp_path):
         resolve_run(wanted.replace(model=wanted.model.replace(inputs=inputs)), reporter)
         lines += [text for label, text in reporter.notes if label == "captions"]
     assert [line.partition(",")[0] for line in lines] == [
-        "32 of 96 captions have more than model.inputs.max_tokens 16 tokens"
+        "32 of 96 sampled captions have more than model.inputs.max_tokens 16 tokens"
     ]
 
 
