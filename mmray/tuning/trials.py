@@ -20,6 +20,8 @@ from mmray.training.validate import unsupported_reasons
 from mmray.tuning.rungs import rungs_up_to
 
 TOKENS = "batch.tokens"
+# Which tokens of held-out conversations are targets, and which conversations are left out.
+_SETTINGS_OF_TARGETS = ("data.targets", "data.reasoning", "model.inputs.max_tokens")
 # Length of a trial for throughput, in steps of the largest global batch.
 DEFAULT_STEPS = 40
 # Held-out rows of a trial for throughput.
@@ -199,6 +201,11 @@ def _refused_reason(base: Config, key: str, goal: str) -> str | None:
         )
     if key == "objective.kind" and goal == "loss":
         return "losses of two objectives are not comparable; use --goal recall"
+    if key in _SETTINGS_OF_TARGETS and base.model.generates_text:
+        return (
+            "held-out losses of trials would be of different tokens, so not comparable; compare "
+            "the answers of runs of `mmray train` (evaluate.num_generations)"
+        )
     return None
 
 

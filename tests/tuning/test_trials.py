@@ -245,6 +245,17 @@ def test_settings_that_trials_override_or_are_compared_by_are_not_searched(given
         trials(given, goal=goal)
 
 
+@pytest.mark.parametrize(
+    "given",
+    ["data.targets=all,last", "data.reasoning=trained,masked", "model.inputs.max_tokens=64,128"],
+)
+def test_settings_that_select_held_out_tokens_are_not_searched_for_loss(given):
+    base = recipes.load("sample-vlm")
+    with pytest.raises(UsageError, match=r"would be of different tokens, so not comparable"):
+        trials(given, goal="loss", base=base)
+    assert len(trials("model.inputs.max_tokens=16,32", goal="loss")) == 2  # of a dual encoder
+
+
 @pytest.mark.parametrize("goal", ["recall", "throughput"])
 def test_weights_that_define_the_inputs_of_a_run_are_not_searched(goal):
     base = recipes.load("clip")
