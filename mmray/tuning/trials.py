@@ -362,13 +362,17 @@ class SweepPlan:
     def best_recipe(self, trial: Trial) -> Config:
         """Return the recipe of the sweep with the settings of a trial, which trains on as many
         samples as the recipe without them. For the goals `loss` and `recall` its learning rate
-        schedule is `cooldown`.
+        schedule is `cooldown`, and its held-out loss is computed among as many rows as in trials.
         """
         assert trial.shape is not None
         config = as_recipe(trial.config, self.request.base, trial.shape)
         if not self.is_learned:
             return config
-        return config.replace(optimizer=config.optimizer.replace(schedule="cooldown"))
+        loss_batch = config.evaluate.loss_batch or self.recipe_rows
+        return config.replace(
+            optimizer=config.optimizer.replace(schedule="cooldown"),
+            evaluate=config.evaluate.replace(loss_batch=loss_batch),
+        )
 
 
 def own_global_batch_size(recipe: Config) -> int:

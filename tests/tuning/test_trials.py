@@ -296,6 +296,7 @@ def test_best_recipe_trains_on_as_many_samples_as_the_recipe():
     # as it was searched
     assert (recipe.optimizer.schedule, recipe.optimizer.warmup_steps) == ("cooldown", 60)
     assert recipe.train.steps == 2 * SAMPLE.train.steps  # as many samples as the recipe
+    assert recipe.evaluate.loss_batch == 128  # so that its loss is comparable with the recipe's
 
 
 class Ended(NamedTuple):
