@@ -81,12 +81,12 @@ def store_rows(
     """
     parent = to_path(str(folder))
     staging = parent / f".rows-{uuid.uuid4().hex}"
-    staging.mkdir(parents=True, exist_ok=True)
     try:
         source = Columns(columns, keep)
         if _package(dataset) == "ray":
             _write_ray_dataset(dataset, staging, source)
         else:
+            staging.mkdir(parents=True, exist_ok=True)
             for number, table in enumerate(_tables(dataset, source)):
                 buffer = io.BytesIO()
                 pq.write_table(table, buffer)
@@ -254,11 +254,22 @@ def _package(value: object) -> str:
 
 
 def _write_ray_dataset(dataset: Any, staging: AnyPath, columns: Columns) -> None:
+    from ray.data.datasource import FilenameProvider
+
+    class TaskNumber(FilenameProvider):
+        """Names without Ray's random number, because rows without an id have them in their key."""
+
+        def get_filename_for_task(self, write_uuid: str, task_index: int) -> str:
+            return f"{task_index:06}"
+
     if isinstance(staging, RemotePath):
         options = {"path": staging.fs_path, "filesystem": staging.filesystem}
     else:
         options = {"path": str(staging.absolute())}
-    dataset.map(encode_row, fn_args=(columns,)).write_parquet(**options)
+    rows = dataset.map(encode_row, fn_args=(columns,))
+    # An append needs the random number.
+    rows.write_parquet(**options, filename_provider=TaskNumber(), mode="overwrite")
+    staging.mkdir(parents=True, exist_ok=True)  # Ray creates none for an empty dataset
 
 
 def _tables(dataset: object, columns: Columns) -> Iterator[pa.Table]:
@@ -330,8 +341,7 @@ def _check_unique(names: Iterable[object]) -> None:
 
 def _move_to_digest(staging: AnyPath, parent: AnyPath) -> AnyPath:
     """Move the files to a folder that is named after their content, unless it exists."""
-    # Ray's names start with a random number and end with the numbers of the task and the block.
-    names = sorted(list_files(staging), key=lambda name: name.partition("_")[2] or name)
+    names = sorted(list_files(staging))
     if not names:
         raise DataError("the dataset has no rows")
     digest = hashlib.sha256()

@@ -96,10 +96,16 @@ def test_ray_dataset_is_prepared_and_stored_once(local_ray, tmp_path):
 
     rows = [{"image": pixels(noisy(n)), "text": text} for n, text in enumerate(TEXTS)]
     dataset = ray.data.from_items(rows, override_num_blocks=3)
-    mmray.prepare(dataset, tmp_path / "set", reporter=Silent())
+    keys = []
+    for name in ("set", "again"):
+        mmray.prepare(dataset, tmp_path / name, reporter=Silent())
+        keys.append(PreparedSet.open(str(tmp_path / name)).keys())
+    assert keys[0] == keys[1]
     same_rows(tmp_path / "set")
     stored = {store_rows(dataset, tmp_path / "rows", {}) for _ in range(2)}
     assert len(stored) == 1
+    with pytest.raises(DataError, match="has no rows"):
+        store_rows(dataset.limit(0), tmp_path / "rows", {})
 
 
 def test_splits_and_class_names_of_hugging_face_are_kept(tmp_path):
