@@ -131,28 +131,30 @@ def verify_media(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaI
                 "max_pixels": str(max_pixels),
             }
         starts = dict.fromkeys((stream.index for stream in streams), math.inf)
-        ends = dict.fromkeys(starts, -math.inf)
+        lasts = dict.fromkeys(starts, -math.inf)
+        ends = dict(lasts)
         is_turned = False
         for packet in container.demux(streams):
             for frame in packet.decode():
                 if frame.is_corrupt:
                     raise BadMedia("corrupt", f"a frame at {frame.time or 0:.2f} s is damaged")
                 if isinstance(frame, av.VideoFrame):
-                    if frame.width * frame.height > max_pixels:
-                        raise BadMedia(
-                            "too-large",
-                            f"{frame.width} x {frame.height} is over {max_pixels} pixels",
-                        )
                     is_turned = turns_sideways(display_matrix(frame))
+                    if frame.width * frame.height > max_pixels:
+                        size = f"{frame.width} x {frame.height}"
+                        raise BadMedia("too-large", f"{size} is over {max_pixels} pixels")
                 if frame.time is None:
                     continue
                 start = frame.time - _zero(container)
-                end = start + _frame_duration(frame, info)
                 index = packet.stream.index
                 starts[index] = min(starts[index], start)
-                ends[index] = max(ends[index], end)
+                if start >= lasts[index]:
+                    lasts[index] = start
+                    ends[index] = start + _frame_duration(frame, info)
                 if ends[index] - min(starts.values()) > MAX_DURATION_S:
                     raise BadMedia("too-long", f"it has over {MAX_DURATION_S:,.0f} s")
+        if kind == "video":
+            ends[streams[0].index] = _video_end(container, streams[0], lasts, ends)
         first = min(starts.values())
         last = max(ends.values())
         if last < first:
@@ -495,6 +497,17 @@ def _header_end(container: InputContainer, stream: Any) -> float:
         return float((start + stream.duration) * stream.time_base) - _zero(container)
     # In Matroska it is the end of the last frame.
     return (container.duration or 0) / 1e6
+
+
+def _video_end(
+    container: InputContainer, stream: VideoStream, lasts: dict[int, float], ends: dict[int, float]
+) -> float:
+    """Return the end of a video whose last frame has this time and end: not after that of the
+    header, because a B-frame has the duration of the frame that follows it in the file.
+    """
+    stated = _header_end(container, stream)
+    end = ends[stream.index]
+    return min(end, stated) if lasts[stream.index] < stated else end
 
 
 def _check_duration(

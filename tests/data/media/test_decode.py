@@ -61,6 +61,14 @@ def test_frames_are_those_shown_at_their_time(name: str) -> None:
         np.testing.assert_allclose(at, np.array(expected) / 1000, atol=1e-3)
 
 
+@pytest.mark.parametrize("b_frames", [0, 2, 3])
+@pytest.mark.parametrize("suffix", ["mp4", "mkv"])
+def test_a_video_of_variable_rate_ends_with_its_last_frame(suffix: str, b_frames: int) -> None:
+    for times_ms in ([0, 40, 80, 2080, 2120, 2160, 2200], [*range(0, 1000, 40), 3000, 3040, 3080]):
+        data = encode_video(suffix, times_ms, b_frames=b_frames)
+        assert verify_media(data, "video").end_s == pytest.approx(times_ms[-1] / 1000 + 0.04)
+
+
 def test_before_the_first_and_after_the_last_frame_these_are_shown() -> None:
     data = encode_video(times_ms=range(1000, 2000, 40))
     frames, _ = read_frames(data, [0.2, 1.02, 7.0])
