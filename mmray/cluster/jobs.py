@@ -117,15 +117,15 @@ def _upload_folder(folder: Path, words: Sequence[str]) -> Iterator[Path]:
 
 
 def files_to_upload(folder: Path, words: Sequence[str]) -> list[str]:
-    """Return the tracked files of a folder, and those that a command names, as relative paths.
+    """Return the tracked files of a folder, also of git submodules, and those that a command names,
+    as relative paths.
 
     Args:
         folder: Folder of a git repository, or another one.
         words: Arguments of the command, such as a recipe file.
     """
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=folder, capture_output=True, text=True, check=False
-    )
+    command = ["git", "ls-files", "--recurse-submodules", "-z"]
+    listed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     tracked = listed.stdout.split("\0") if listed.returncode == 0 else []
     named = [word for word in words if not Path(word).is_absolute() and ".." not in word]
     return sorted({file for file in (*tracked, *named) if file and (folder / file).is_file()})

@@ -149,6 +149,23 @@ def test_tracked_files_that_a_gitignore_excludes_are_uploaded(head, client, tmp_
     assert "steps: 7" in "".join(shown)
 
 
+def test_files_of_submodules_are_uploaded(tmp_path):
+    def git(folder, *words):
+        options = ("protocol.file.allow=always", "user.name=a", "user.email=a@b.c")
+        flags = [flag for option in options for flag in ("-c", option)]
+        subprocess.run(["git", *flags, *words], cwd=folder, check=True, capture_output=True)
+
+    library, own = tmp_path / "library", tmp_path / "own"
+    for folder in (library, own):
+        folder.mkdir()
+        (folder / "code.py").touch()
+        git(folder, "init")
+        git(folder, "add", "code.py")
+        git(folder, "commit", "-m", "code")
+    git(own, "submodule", "add", str(library), "lib")
+    assert files_to_upload(own, ["train"]) == [".gitmodules", "code.py", "lib/code.py"]
+
+
 def test_submit_refuses_large_folders_and_names_the_biggest(tmp_path):
     (tmp_path / "large.bin").write_bytes(bytes(51 << 20))
     (tmp_path / "other.bin").write_bytes(bytes(7 << 20))
