@@ -18,6 +18,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests import forked
 from tests.ray_workers import fork_workers
 
 gc.disable()  # until all tests are collected: imports leave millions of objects, and few to free
@@ -248,6 +249,7 @@ def pytest_runtest_setup():
     """Let a test draw the same random numbers whichever tests ran before, unless it is the first
     that needs a fixture of its module, which draws before it.
     """
+    forked.start_server()
     random.seed(0)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(0)
@@ -290,9 +292,16 @@ def forked_children():
     """Fork the workers of runs without Ray, and the processes of benchmarks, from the server of the
     rank scenarios; spawned ones import torch for seconds.
     """
-    from tests.forked import forked_children
+    with forked.forked_children():
+        yield
 
-    with forked_children():
+
+@pytest.fixture(scope="module")
+def forked_data_processes(forked_children):
+    """Fork also the data processes of workers, which import transformers for seconds; in other
+    modules they are spawned, without torch.
+    """
+    with forked.forked_grandchildren():
         yield
 
 

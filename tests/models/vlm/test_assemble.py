@@ -26,6 +26,8 @@ from tests.models.vlm.folders import CHATML, make_tokenizer
 from tests.models.vlm.rows import photo, text
 from tests.training.runs import Silent, lines
 
+pytestmark = pytest.mark.usefixtures("forked_data_processes")
+
 SIDE = 56
 CAPTIONS = ("a red circle", "two blue squares and a circle", "green", "no image")
 STEPS = 2

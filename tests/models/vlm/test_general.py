@@ -23,6 +23,8 @@ from tests.models.vlm.rows import ROWS, settings
 from tests.models.vlm.token_runs import make_prepared
 from tests.training.runs import Silent
 
+pytestmark = pytest.mark.usefixtures("forked_data_processes")
+
 GENERAL = pytest.mark.parametrize("family", FAMILIES)
 
 

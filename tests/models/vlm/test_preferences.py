@@ -51,6 +51,8 @@ from tests.models.vlm import two_ranks
 from tests.models.vlm.rows import double_model, photo, settings
 from tests.training.runs import Silent, lines
 
+pytestmark = pytest.mark.usefixtures("forked_data_processes")
+
 BETA = 0.5
 ANSWERS = [
     ("a circle and a triangle", "two"),

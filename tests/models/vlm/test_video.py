@@ -35,6 +35,8 @@ from tests.made import png
 from tests.models.vlm.folders import OMNI
 from tests.models.vlm.rows import AUDIO, OMNI_ROWS, settings
 
+pytestmark = pytest.mark.usefixtures("forked_data_processes")
+
 FRAMES = 6
 
 
