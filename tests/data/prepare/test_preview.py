@@ -65,7 +65,9 @@ def test_repeated_images_of_captions_are_announced_before_packing(tmp_path, in_p
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
-def test_columns_that_are_not_used_are_counted_in_the_set_and_logged(tmp_path, suffix):
+def test_columns_that_are_not_used_are_counted_in_the_set_and_logged(
+    tmp_path, suffix, forked_children
+):
     make_source(tmp_path / "raw", 16)
     rows = [
         {"image": f"{number}.png", "text": f"text {number}", "width": number or None, "height": 7}
