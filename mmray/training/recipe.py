@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import yaml
 from mmray.builtin import KINDS
 from mmray.config import Config, recipes
 
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
 
 def load_recipe(name: str, kind: str | None = None, weights: str | None = None) -> Config:
     """Return a recipe with the inputs of its model kind and of its weights.
 
-    Weights of a `clip`, `siglip` or `naflex` model on the local disk define image size,
-    preprocessing and tokenizer; inputs in a recipe file take precedence.
+    Weights of a `clip`, `siglip` or `naflex` model define image size, preprocessing and tokenizer,
+    except those that the built-in recipe has; inputs in a recipe file take precedence.
 
     Args:
         name: Name of a built-in recipe, or a YAML file.
@@ -30,15 +33,18 @@ def load_recipe(name: str, kind: str | None = None, weights: str | None = None) 
         recipe = recipe.with_model_kind(kind)
     model = _model_of_file(name)
     weights = weights or str(model.get("weights", "none"))
+    given = model.get("inputs", {})
     built_in = KINDS.get(recipe.model.kind)
+    is_complete = type(recipe.model.inputs).model_fields.keys() <= given.keys()
+    # A path that only the workers have defines nothing here.
+    is_readable = Path(weights).expanduser().exists() or _HUB_NAME.fullmatch(weights)
     # The weights of a kind of transformers define the preprocessing.
-    if built_in is not None and built_in.hf_type and Path(weights).expanduser().exists():
+    if built_in is not None and built_in.hf_type and is_readable and not is_complete:
         # late: it may import transformers
         from mmray.models.pretrained import pretrained_settings
 
         settings = pretrained_settings(weights)
         if settings["kind"] == recipe.model.kind:
-            given = model.get("inputs", {})
             own = {key: value for key, value in settings["inputs"].items() if key not in given}
             inputs = recipe.model.inputs.replace(**own)
             recipe = recipe.replace(model=recipe.model.replace(inputs=inputs))

@@ -30,6 +30,7 @@ from mmray.models.export.export import export
 from mmray.models.weights import read_state_dict
 from mmray.training import evaluate_export
 from mmray.training.evaluate_export import export_model
+from mmray.training.recipe import load_recipe
 from mmray.training.saved_model import SavedModel, pretrained_config, with_tokenizer
 from tests.data.text.test_tokenizer_files import small_clip_bpe
 from tests.made import make_set, row
@@ -578,6 +579,33 @@ def test_cached_repository_without_preprocessor_file_needs_no_network(
     assert pretrained._preprocessing("a/b") == (
         {"mean": [0.1, 0.2, 0.3], "fit": "squash"} if exists else {}
     )
+
+
+def test_weights_of_the_hub_define_the_inputs_of_a_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repository, commit = tmp_path / "models--a--b", "0" * 40
+    snapshot = repository / "snapshots" / commit
+    for folder in (repository / "refs", snapshot):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    config = {"model_type": "clip", "vision_config": {"image_size": 336}}
+    (snapshot / "config.json").write_text(json.dumps(config))
+    (snapshot / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3}))
+    built_in = load_recipe("clip").model.inputs
+    changed = {"image_side": 336, "mean": (0.5, 0.5, 0.5), "fit": "squash", "tokenizer": "a/b"}
+    assert load_recipe("clip", weights="a/b").model.inputs == built_in.replace(**changed)
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("recipe: clip\nmodel: {weights: a/b, inputs: {image_side: 112, fit: crop}}\n")
+    changed |= {"image_side": 112, "fit": "crop"}
+    assert load_recipe(str(recipe)).model.inputs == built_in.replace(**changed)
+    assert load_recipe("clip", weights="/of/workers").model.inputs == built_in
+    with pytest.raises(UsageError, match="cannot load `a/c`"):
+        load_recipe("clip", weights="a/c")
 
 
 def test_config_of_transformers_wins_over_open_clip_in_a_folder(tmp_path: Path) -> None:
