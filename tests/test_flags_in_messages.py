@@ -31,6 +31,7 @@ OTHER = {
         "--ignored",
         "--directory",
         "--cached",
+        "--recurse-submodules",
     ),
     # handled before tyro
     *("--print-config", "--tyro-print-completion", "--version"),
