@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mmray.config import ClipInputs, Config, Model, Vlm
+from mmray.config import ClipInputs, Config, Inputs, Model, Vlm
 from mmray.config.data import FULL_SHUFFLE
 from mmray.data.images.sample import write_once
 from mmray.data.prepare.pipeline import PrepareProgress
@@ -117,14 +117,15 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     num_rows = _rows_of_epoch(config, train_set, shape)
     if line := describe_equal_captions(config, train_set, shape.global_batch_size):
         reporter.log(line, "captions")
-    if line := describe_long_texts(config, sets.train):
-        reporter.log(line, "clips")
     steps = total_steps(config.train, num_rows, shape.global_batch_size)
     tokenizer_json = ""
     if not isinstance(model, Vlm):  # its processor is in its weights
         tokenizer_json = load_tokenizer(config.model.inputs.tokenizer, train_set.tokenizer_json)
         encoder = TextEncoder(tokenizer_json, config.model.inputs.max_tokens)
-        if line := describe_cut_captions(encoder, sets.train):
+        texts = list(_sample_texts(sets.train))
+        if line := describe_long_texts(config.model.inputs, [length for _, length in texts]):
+            reporter.log(line, "clips")
+        if line := describe_cut_captions(encoder, [text for text, _ in texts]):
             reporter.log(line, "captions")
         model = _with_vocab_of(encoder, tokenizer_json, model)
         for line in describe_other_inputs(model, tokenizer_json):
@@ -274,19 +275,16 @@ def describe_equal_captions(
     )
 
 
-def describe_long_texts(config: Config, sets: Sequence[PreparedSet]) -> str | None:
-    """Describe how many texts of sampled rows are about more than `clip_s` seconds of audio or
-    video; None without such a text.
+def describe_long_texts(inputs: Inputs, lengths: Sequence[float]) -> str | None:
+    """Describe how many sampled texts are about more than `clip_s` seconds of audio or video; None
+    without such a text.
+
+    Args:
+        lengths: What each text is about, in seconds.
     """
-    inputs = config.model.inputs
     if not isinstance(inputs, ClipInputs) or not inputs.clip_s:
         return None
     clip_s = inputs.clip_s
-    lengths = []
-    for row in _sample_rows(sets):
-        recorded = max((media.duration or 0.0 for media in row.media), default=0.0)
-        spans = row.spans or [None] * len(row.texts)
-        lengths += [span[1] - span[0] if span else recorded for span in spans]
     longer = sum(length > clip_s + MAX_OVERHANG_S for length in lengths)
     return (
         f"{longer:,} of {len(lengths):,} texts are about more than model.inputs.clip_s {clip_s:g} "
@@ -297,11 +295,11 @@ def describe_long_texts(config: Config, sets: Sequence[PreparedSet]) -> str | No
     )
 
 
-def describe_cut_captions(encoder: TextEncoder, sets: Sequence[PreparedSet]) -> str | None:
-    """Describe how many captions of sampled rows have more tokens than a model reads; None without
-    such a caption.
+def describe_cut_captions(encoder: TextEncoder, captions: Sequence[str]) -> str | None:
+    """Describe how many sampled captions have more tokens than a model reads; None without such a
+    caption.
     """
-    texts = [encoder.format_caption(text) for row in _sample_rows(sets) for text in row.texts]
+    texts = [encoder.format_caption(caption) for caption in captions]
     cut = sum(bool(each.overflowing) for each in encoder.tokenizer.encode_batch_fast(texts))
     return (
         f"{cut:,} of {len(texts):,} sampled captions have more than model.inputs.max_tokens "
@@ -312,15 +310,20 @@ def describe_cut_captions(encoder: TextEncoder, sets: Sequence[PreparedSet]) -> 
     )
 
 
-def _sample_rows(sets: Sequence[PreparedSet]) -> Iterator[Row]:
-    """Yield up to MAX_SAMPLED_ROWS rows of each set, in groups that are stored together."""
+def _sample_texts(sets: Sequence[PreparedSet]) -> Iterator[tuple[str, float]]:
+    """Yield the texts of up to MAX_SAMPLED_ROWS rows of each set, and how many seconds of audio or
+    video each is about. Rows that are stored together are read at a time.
+    """
     for each in sets:
         indices = np.arange(min(each.num_rows, MAX_SAMPLED_ROWS))
         groups = indices // RECORD_BATCH_ROWS * RECORD_BATCH_ROWS
         starts = groups * each.num_rows // max(1, len(indices))
         for row in read_each(each, starts + indices % RECORD_BATCH_ROWS, whole_blocks=False):
             if isinstance(row, Row):
-                yield row
+                recorded = max((media.duration or 0.0 for media in row.media), default=0.0)
+                spans = row.spans or [None] * len(row.texts)
+                for text, span in zip(row.texts, spans, strict=True):
+                    yield text, span[1] - span[0] if span else recorded
 
 
 def _rows_of_epoch(config: Config, train_set: TrainSet, shape: BatchShape) -> int:
