@@ -115,3 +115,22 @@ def recipe_in(name, folder):
         data=config.data.replace(cache=str(folder / "cache")),
         run=config.run.replace(storage=str(folder), name="run"),
     ).with_cluster(cpus_per_worker=1)
+
+
+def cache_repository(monkeypatch, cache, files, missing=()):
+    """Write the texts of files of the repository a/b to a cache of the hub, which cannot be reached
+    otherwise. The cache knows that the files `missing` do not exist.
+    """
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repository, commit = cache / "models--a--b", "0" * 40
+    folders = [repository / name for name in ("refs", f"snapshots/{commit}", f".no_exist/{commit}")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    (folders[0] / "main").write_text(commit)
+    for name, text in files.items():
+        (folders[1] / name).write_text(text)
+    for name in missing:
+        (folders[2] / name).touch()

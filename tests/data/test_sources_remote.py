@@ -50,11 +50,11 @@ def read(address, out):
     chunks = list(source.scan(3))
     items = [item for chunk in chunks for item in source.read(chunk)]
     return [(one.file, one.first_line, one.num_rows) for one in chunks], [
-        (item.location, told(source.folder, item)) for item in items
+        (item.location, stated(source.folder, item)) for item in items
     ]
 
 
-def told(place, item):
+def stated(place, item):
     try:
         if isinstance(item.values, BadRow):
             raise item.values

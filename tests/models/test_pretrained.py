@@ -33,7 +33,7 @@ from mmray.training.evaluate_export import export_model
 from mmray.training.recipe import load_recipe
 from mmray.training.saved_model import SavedModel, pretrained_config, with_tokenizer
 from tests.data.text.test_tokenizer_files import small_clip_bpe
-from tests.made import make_set, row
+from tests.made import cache_repository, make_set, row
 from tests.models.test_build import Draws
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -563,19 +563,10 @@ def test_unreachable_hub_is_not_a_missing_preprocessor_file(
 def test_cached_repository_without_preprocessor_file_needs_no_network(
     exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    repository, commit = tmp_path / "models--a--b", "0" * 40
-    for folder in ("refs", f"snapshots/{commit}", f".no_exist/{commit}"):
-        (repository / folder).mkdir(parents=True)
-    (repository / "refs" / "main").write_text(commit)
-    (repository / ".no_exist" / commit / "preprocessor_config.json").touch()
-    processor = (
-        repository / ("snapshots" if exists else ".no_exist") / commit / "processor_config.json"
-    )
-    processor.write_text(json.dumps({"image_processor": {"image_mean": [0.1, 0.2, 0.3]}}))
+    processor = {"image_processor": {"image_mean": [0.1, 0.2, 0.3]}}
+    files = {"processor_config.json": json.dumps(processor)} if exists else {}
+    missing = {"preprocessor_config.json", "processor_config.json"} - files.keys()
+    cache_repository(monkeypatch, tmp_path, files, missing)
     assert pretrained._preprocessing("a/b") == (
         {"mean": [0.1, 0.2, 0.3], "fit": "squash"} if exists else {}
     )
@@ -584,18 +575,13 @@ def test_cached_repository_without_preprocessor_file_needs_no_network(
 def test_weights_of_the_hub_define_the_inputs_of_a_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    repository, commit = tmp_path / "models--a--b", "0" * 40
-    snapshot = repository / "snapshots" / commit
-    for folder in (repository / "refs", snapshot):
-        folder.mkdir(parents=True)
-    (repository / "refs" / "main").write_text(commit)
     config = {"model_type": "clip", "vision_config": {"image_size": 336}}
-    (snapshot / "config.json").write_text(json.dumps(config))
-    (snapshot / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3}))
+    processor = {"image_mean": [0.5] * 3}
+    files = {
+        "config.json": json.dumps(config),
+        "preprocessor_config.json": json.dumps(processor),
+    }
+    cache_repository(monkeypatch, tmp_path, files)
     built_in = load_recipe("clip").model.inputs
     changed = {"image_side": 336, "mean": (0.5, 0.5, 0.5), "fit": "squash", "tokenizer": "a/b"}
     assert load_recipe("clip", weights="a/b").model.inputs == built_in.replace(**changed)

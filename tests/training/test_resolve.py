@@ -28,7 +28,7 @@ from mmray.training import sets
 from mmray.training.resolve import resolve_run
 from mmray.training.workers.backend import Attempt, resume_point
 from tests.data.prepare.test_pipeline import make_source, run_here
-from tests.made import make_set, png, row
+from tests.made import cache_repository, make_set, png, row
 from tests.training.runs import Silent, config
 
 
@@ -372,26 +372,15 @@ def test_inputs_that_differ_from_those_of_local_weights_are_stated(tmp_path):
 
 @pytest.mark.parametrize("is_cached", [True, False])
 def test_inputs_of_weights_of_the_hub_are_compared(is_cached, tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     make_set(tmp_path / "set", [row(number) for number in range(50)])
-    repository, commit = tmp_path / "models--a--b", "0" * 40
-    cached = repository / "snapshots" / commit
-    for folder in (repository / "refs", cached):
-        folder.mkdir(parents=True)
-    (repository / "refs" / "main").write_text(commit)
     files = {
         "config.json": json.dumps({"model_type": "vit"}),
         "preprocessor_config.json": json.dumps({"image_mean": [0.5] * 3, "image_std": [0.25] * 3}),
         "tokenizer.json": train_tokenizer(["others"], 64),
     }
-    for name in files if is_cached else ():
-        (cached / name).write_text(files[name])
-    missing = repository / ".no_exist" / commit
-    missing.mkdir(parents=True)
-    (missing / "open_clip_config.json").touch()
+    cache_repository(
+        monkeypatch, tmp_path, files if is_cached else {}, missing=["open_clip_config.json"]
+    )
     wanted = config(tmp_path / "set", tmp_path, "run")
     towers = {
         "image": ImageTower(name="transformers", weights="a/b"),
