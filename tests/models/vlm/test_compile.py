@@ -78,7 +78,6 @@ def test_layers_share_graphs_for_all_rows_and_give_the_eager_gradients(
 
 
 @pytest.mark.inductor
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_run_compiled_with_inductor_has_the_losses_of_an_eager_run(folder_of, tmp_path):
     """Nothing is compiled after the first step."""
