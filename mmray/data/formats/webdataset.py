@@ -3,10 +3,9 @@ never extracted.
 
 The base name ends at the first dot, the rest is the extension: `a.jpg` is the image of `a`, and
 `a.0.jpg`, `a.1.jpg` are its images by number; `a.mask.png` is not an image of it. `a.wav` is its
-audio, `a.mp4` its video, and `a.srt` its texts with their spans. A large tar on a disk is cut into
-chunks, whose tasks find their first sample by the headers before it. One on a store is read by one
-task, because its headers cannot be read without the rest. Special files, paths that leave the
-folder and truncated members are reported with the member name.
+audio, `a.mp4` its video, and `a.srt` its texts with their spans. A large tar is cut into chunks,
+whose tasks search their first header block by block. Special files, paths that leave the folder and
+truncated members are reported with the member name.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import io
 import re
 import tarfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
 from operator import itemgetter
-
-import pyarrow as pa
+from typing import BinaryIO
 
 from mmray.builtin import CHAT_COLUMNS
 from mmray.data.formats.binary import BinarySource
@@ -54,7 +53,7 @@ from mmray.data.rows import (
     is_safe_path,
 )
 from mmray.errors import DataError
-from mmray.storage.paths import AnyPath, RemotePath, open_sequential
+from mmray.storage.paths import AnyPath, open_sequential
 
 TarMember = ImageRef  # has `data`; also used for texts and JSON
 Sample = dict[str, TarMember | BadRow]  # members by extension; a bad one rejects its sample
@@ -70,11 +69,6 @@ _NUMBER = re.compile(r"[0-9]{1,4}")  # number of one of several images in a samp
 _BUFFER_BYTES = 4 * 1024 * 1024
 _BLOCK = 512
 _CHUNK_BYTES = 64 << 20
-_MAX_CHUNKS = 16  # of a tar, each of which reads the headers before it (5 us each)
-# Types of members: headers of the next member, these and files, which have data, and all others.
-_HEADER_TYPES = (b"x", b"g", b"L", b"K")
-_DATA_TYPES = (b"\0", b"0", b"7", *_HEADER_TYPES)
-_TYPES = (*_DATA_TYPES, b"1", b"2", b"3", b"4", b"5", b"6")
 _MAX_COMPARED_SAMPLES = 100_000  # names compared to find samples whose files are not adjacent
 # Names of the classes 0, 1, ..., one a line, next to the tars.
 _CLASS_FILES = ("classnames.txt", "classes.txt")
@@ -114,9 +108,9 @@ class WebDatasetSource(BinarySource):
     def cut(
         self, checked: None, num_bytes: int, rows_per_chunk: int, rows_before: int
     ) -> Iterator[tuple[int, int, int | None]]:
-        count = 1 if isinstance(self.folder, RemotePath) else num_bytes // _CHUNK_BYTES
-        count = max(1, min(count, _MAX_CHUNKS))
-        for start, stop in pairwise(num_bytes * number // count for number in range(count + 1)):
+        num_blocks, count = num_bytes // _BLOCK, max(1, num_bytes // _CHUNK_BYTES)
+        starts = [_BLOCK * (num_blocks * number // count) for number in range(count)]
+        for start, stop in pairwise([*starts, num_bytes]):
             yield start, stop, None
 
     @cached_property
@@ -136,8 +130,7 @@ class WebDatasetSource(BinarySource):
 
     def records(self, chunk: SourceChunk) -> Iterator[Record]:
         extensions: dict[str, set[str]] = {}  # extensions in earlier samples, by their name
-        samples = _group_samples(_iter_members(self.folder, chunk, extensions))
-        for stem, sample in samples:
+        for stem, sample in _group_samples(_iter_members(self.folder, chunk)):
             before = extensions.get(stem)
             if before is not None and before.isdisjoint(sample):
                 raise DataError(
@@ -242,32 +235,33 @@ def _image_members(members: dict[str, TarMember]) -> list[TarMember]:
     return [member for _, member in sorted(numbered, key=itemgetter(0))]
 
 
-def _iter_members(
-    folder: AnyPath, chunk: SourceChunk, extensions: dict[str, set[str]]
-) -> Iterator[tuple[str, TarMember | BadRow]]:
+def _iter_members(folder: AnyPath, chunk: SourceChunk) -> Iterator[tuple[str, TarMember | BadRow]]:
     """Yield the members of the samples of a chunk with their bytes in one pass; a BadRow is last if
-    the tar is truncated in it. The extensions in samples before the chunk are added to those.
+    the tar is truncated in it.
+
+    Raises DataError if a member in which the chunk ends contains a header: the task of the next
+    chunk would take it for one of the tar.
     """
     last = "its beginning"
     name = chunk.file
     with open_sequential(folder / name) as raw:
-        start, stop = 0, None
-        if not isinstance(folder, RemotePath):
-            start, stop = _sample_range(raw, chunk.start, chunk.stop, extensions)
-        if start == stop:
-            return
-        raw.seek(start)
         file = io.BufferedReader(raw, _BUFFER_BYTES)
+        size = raw.size()
+        first = _find_header(file, chunk.start, size) if chunk.start else 0
+        if first is None:
+            return
+        start, stop = _Limit(chunk, chunk.start), _Limit(chunk, chunk.stop)
+        file.seek(first)
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 for member in tar:
-                    if not member.isdir():
+                    if chunk.stop < size and stop.passes(file, member, tar.offset):
+                        return
+                    if start.passes(file, member, tar.offset) and not member.isdir():
                         last = member.name
                         yield last, _read_member(name, tar, member)
                     # otherwise tarfile keeps all members in memory
                     tar.members.clear()  # type: ignore[attr-defined]
-                    if stop is not None and tar.offset >= stop:
-                        return
                 end = tar.offset
             file.seek(end)
             is_complete = file.read(_BLOCK) == bytes(_BLOCK)
@@ -276,85 +270,68 @@ def _iter_members(
             ):
                 raise tarfile.TarError(f"no end mark at byte {end}, or another tar follows")
         except (tarfile.TarError, EOFError) as error:
-            yield (
-                "",
-                BadRow(
-                    "read", "truncated", f"the tar is truncated or damaged after {last}: {error}"
-                ),
+            if start.is_passed:  # otherwise the chunk before has the error
+                detail = f"the tar is truncated or damaged after {last}: {error}"
+                yield "", BadRow("read", "truncated", detail)
+
+
+class _Limit:
+    """Which members of a tar are behind the end of a chunk, where the samples of the next start.
+
+    Both chunks find the same: the first header at or after the byte may lack that of a long name,
+    so its member and the sample of the next one are of the chunk before.
+    """
+
+    def __init__(self, chunk: SourceChunk, byte: int) -> None:
+        self.is_passed = byte == 0
+        self._chunk = chunk
+        self._byte = byte
+        self._has_first = False
+        self._stem: str | None = None
+
+    def passes(self, file: BinaryIO, member: tarfile.TarInfo, end: int) -> bool:
+        """Return whether the next member of the tar is behind the limit.
+
+        Args:
+            end: Byte where its data ends, with padding.
+        """
+        if self.is_passed or end <= self._byte:
+            return self.is_passed
+        stem = None if member.isdir() else _stem_and_extension(member.name)[0]
+        if not self._has_first:
+            self._has_first = member.offset >= self._byte or self._cuts(file, member, end)
+        elif stem is not None:
+            self._stem = self._stem or stem
+            self.is_passed = stem != self._stem
+        return self.is_passed
+
+    def _cuts(self, file: BinaryIO, member: tarfile.TarInfo, end: int) -> bool:
+        """Return whether the limit is between two headers of a member.
+
+        Raises DataError if a header after it is in the data, where the next chunk would find it.
+        """
+        header = _find_header(file, self._byte, end)
+        if header is not None and header >= member.offset_data:
+            raise DataError(
+                f"{self._chunk.file}: the member {member.name[:200]!r} contains a tar, and a "
+                "tar as large is read in parts. Compress or unpack the inner tar"
             )
+        return header is not None
 
 
-def _sample_range(
-    file: pa.NativeFile, start: int, stop: int, extensions: dict[str, set[str]]
-) -> tuple[int, int | None]:
-    """Return where the samples that start in a range of bytes of a tar start and end.
-
-    The range ends with None, and the rest of the tar is read, if it has the end mark or a header
-    that only tarfile can read.
+def _find_header(file: BinaryIO, start: int, stop: int) -> int | None:
+    """Return the byte of the first header of a member in a range of a tar, which starts with a
+    block; None: it has none.
     """
-    size = file.size()
-    if start == 0 and stop == size:
-        return 0, None
-    limits = [start, stop]
-    found = [0] if start == 0 else []
-    offset = 0
-    member_start = 0  # with the headers of long names before its own
-    last = None
-    while (member := _read_header(file, offset)) is not None:
-        header, num_bytes = member
-        if header[156:157] not in _HEADER_TYPES:
-            stem, extension = _header_stem(header)
-            if stem not in (None, last):
-                while len(found) < 2 and member_start >= limits[len(found)]:
-                    found.append(member_start)
-                if len(found) == 2:
-                    return found[0], found[1]
-                last = stem
-            is_compared = not found and len(extensions) < _MAX_COMPARED_SAMPLES
-            if stem is not None and is_compared and _has_complete_name(header):
-                extensions.setdefault(stem, set()).add(extension)
-            member_start = offset + num_bytes
-        offset += num_bytes
-    end = min(member_start, size - 1)
-    if end < start:
-        return end, end  # another chunk has the end
-    return (found or [end])[0], end if end >= stop else None
-
-
-def _read_header(file: pa.NativeFile, offset: int) -> tuple[bytes, int] | None:
-    """Return the header of a member of a tar, and the bytes to the next one; None: it has none, or
-    one of a rare kind.
-    """
-    file.seek(offset)
-    header: bytes = file.read(_BLOCK)
-    kind = header[156:157]
-    try:
-        checksum = int(header[148:156].strip(b"\0 "), 8)
-        size = int(header[124:136].strip(b"\0 ") or b"0", 8)
-    except ValueError:
-        return None
-    if checksum != 256 + sum(header[:148]) + sum(header[156:]) or kind not in _TYPES:
-        return None
-    num_blocks = -(-size // _BLOCK) if kind in _DATA_TYPES else 0
-    return header, _BLOCK * (1 + num_blocks)
-
-
-def _has_complete_name(header: bytes) -> bool:
-    """Return whether the name in a header is not shortened, nor without characters."""
-    return header[99] == 0 and b"?" not in header[:100]
-
-
-def _header_stem(header: bytes) -> tuple[str | None, str]:
-    """Return what the members of a sample have in common in their headers, and the extension;
-    None: of no sample.
-    """
-    prefix, name = (part.partition(b"\0")[0] for part in (header[345:500], header[:100]))
-    path = b"/".join(filter(None, (prefix, name))).decode(errors="replace").removeprefix("./")
-    if header[156:157] == tarfile.DIRTYPE or path.endswith("/"):
-        return None, ""
-    if is_hidden(path) or is_about_the_data(path):
-        return None, ""
-    return _stem_and_extension(path)
+    file.seek(start)
+    for offset in range(start, stop, _BLOCK):
+        block = file.read(_BLOCK)
+        if not block:
+            break
+        with suppress(tarfile.HeaderError):
+            tarfile.TarInfo.frombuf(block, tarfile.ENCODING, "surrogateescape")
+            return offset
+    return None
 
 
 def _read_member(file: str, tar: tarfile.TarFile, member: tarfile.TarInfo) -> TarMember | BadRow:
@@ -389,10 +366,9 @@ def _group_samples(
     current = None
     members = {}
     for name, member in tar_members:
-        path = name.removeprefix("./")
-        if is_hidden(path) or is_about_the_data(path):
+        stem, extension = _stem_and_extension(name)
+        if stem is None:
             continue
-        stem, extension = _stem_and_extension(path)
         if current is not None and (stem != current or extension in members):
             yield current, members
             members = {}
@@ -402,7 +378,11 @@ def _group_samples(
         yield current, members
 
 
-def _stem_and_extension(path: str) -> tuple[str, str]:
+def _stem_and_extension(name: str) -> tuple[str | None, str]:
+    """Return the name of the sample of a member, and the extension; None: of no sample."""
+    path = name.removeprefix("./")
+    if is_hidden(path) or is_about_the_data(path):
+        return None, ""
     folder, _, base = path.rpartition("/")
     first, _, extension = base.partition(".")
     return f"{folder}/{first}".lstrip("/"), extension.lower()

@@ -21,7 +21,7 @@ from mmray.storage.paths import AnyPath, to_path
 if TYPE_CHECKING:
     from mmray.config import Prepare
 
-_RECORD_VERSION = 19
+_RECORD_VERSION = 20
 _PACK_SETTINGS = (
     "image_side",
     "audio_rate",

@@ -1,17 +1,21 @@
 """Tars that are cut into chunks have the rows that one pass finds."""
 
 import io
+import random
 import tarfile
 from itertools import chain
 
+import fsspec
 import pytest
 
 from mmray.data.formats import webdataset
 from mmray.data.formats.webdataset import WebDatasetSource
 from mmray.data.rows import BadRow
 from mmray.errors import DataError
+from mmray.storage.paths import copy_file, to_path
 
 LINK, FOLDER = "a link", "a folder"
+COUNTS = (2, 3, 7, 16, 25)
 MEMBERS = {
     "plain": [
         (f"{number:03d}.{suffix}", size)
@@ -34,7 +38,19 @@ MEMBERS = {
             (f"part{number % 3}/{number}.txt", LINK if number % 7 == 0 else 20),
         )
     ],
+    "samples over several chunks": [
+        (f"{number:03d}.{suffix}", size)
+        for number in range(12)
+        for suffix, size in (("jpg", 700), ("mp4", 30_000 if number % 3 == 1 else 5), ("txt", 9))
+    ],
+    "members twice": [("a.jpg", 9), ("b.jpg", 700), ("b.txt", 9), ("b.jpg", 9), ("b.txt", 9)] * 5,
 }
+
+
+def add_member(tar, name, data):
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    tar.addfile(member, io.BytesIO(data))
 
 
 def make_tar(file, members, tar_format):
@@ -48,7 +64,7 @@ def make_tar(file, members, tar_format):
                 member.linkname = "elsewhere"
             else:
                 member.size = size
-            data = (str(number) * 999).encode()[: member.size]
+            data = (str(number) * member.size).encode()[: member.size]
             tar.addfile(member, io.BytesIO(data))
 
 
@@ -69,11 +85,15 @@ def check_rows(folder, monkeypatch):
     monkeypatch.setattr(webdataset, "_CHUNK_BYTES", 1 << 40)
     num_chunks, expected = rows_of(folder)
     assert num_chunks == 1 and len(expected) > 1
-    size = (folder / "a.tar").stat().st_size
-    for count in (2, 3, 7, 16):
-        monkeypatch.setattr(webdataset, "_CHUNK_BYTES", size // count)
-        assert rows_of(folder) == (count, expected)
+    for count in COUNTS:
+        assert rows_in_chunks(folder, monkeypatch, count) == (count, expected)
     return expected
+
+
+def rows_in_chunks(folder, monkeypatch, count):
+    size = (folder / "a.tar").stat().st_size
+    monkeypatch.setattr(webdataset, "_CHUNK_BYTES", size // count)
+    return rows_of(folder)
 
 
 @pytest.mark.parametrize("members", MEMBERS.values(), ids=MEMBERS.keys())
@@ -85,14 +105,66 @@ def test_chunks_have_the_rows_of_one_pass(tmp_path, monkeypatch, members, tar_fo
     check_rows(tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 16])
+@pytest.mark.parametrize("seed", range(4))
+def test_chunks_of_any_tar_have_the_rows_of_one_pass(tmp_path, monkeypatch, seed):
+    rng = random.Random(seed)
+    members = []
+    for number in range(rng.randrange(20, 60)):
+        folder = "f" * rng.choice([0, 3, 90, 140])
+        name = f"{folder}/{number}".lstrip("/")
+        if rng.random() < 0.2:
+            members.append((rng.choice([folder or "g", f"{name}.d"]), FOLDER))
+        for suffix in rng.sample(["jpg", "txt", "json", "a.png", "wav"], rng.randrange(1, 5)):
+            size = rng.choice([0, 1, 511, 512, 513, 1024, 3000, 20_000, LINK])
+            members.append((f"{name}.{suffix}", size))
+    make_tar(tmp_path / "a.tar", members, rng.choice([0, 1, 2]))
+    check_rows(tmp_path, monkeypatch)
+
+
+def test_chunks_on_a_store_have_the_rows_of_one_on_a_disk(tmp_path, monkeypatch):
+    make_tar(tmp_path / "a.tar", MEMBERS["long names"], tarfile.PAX_FORMAT)
+    _, expected = rows_in_chunks(tmp_path, monkeypatch, 1)
+    store = to_path(f"memory://{tmp_path.name}")
+    try:
+        copy_file(tmp_path / "a.tar", store / "a.tar")
+        assert rows_of(store) == (1, expected)
+        monkeypatch.setattr(webdataset, "_CHUNK_BYTES", (tmp_path / "a.tar").stat().st_size // 9)
+        assert rows_of(store) == (9, expected)
+    finally:
+        fsspec.filesystem("memory").store.clear()
+
+
 @pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT])
-def test_files_of_a_sample_in_two_chunks_are_refused(tmp_path, monkeypatch, count, tar_format):
+def test_files_of_a_sample_in_two_chunks_are_never_one_row(tmp_path, monkeypatch, tar_format):
+    """In one chunk they are refused; otherwise each is a row, and lacks an image or a text."""
     members = sorted(MEMBERS["plain"], key=lambda member: member[0].endswith("txt"))
     make_tar(tmp_path / "a.tar", members, tar_format)
-    monkeypatch.setattr(webdataset, "_CHUNK_BYTES", (tmp_path / "a.tar").stat().st_size // count)
-    with pytest.raises(DataError, match=r"a\.tar: the files of the sample 0.. are not adjacent"):
-        rows_of(tmp_path)
+    for count in (1, 2):
+        with pytest.raises(DataError, match=r"a\.tar: the files of the sample 0.. are not adj"):
+            rows_in_chunks(tmp_path, monkeypatch, count)
+    count, rows = rows_in_chunks(tmp_path, monkeypatch, 16)
+    assert count == 16 and len(rows) == 80 and all(len(sample) == 1 for _, sample in rows)
+
+
+def test_tar_in_a_tar_is_refused_only_where_a_chunk_ends(tmp_path, monkeypatch):
+    make_tar(tmp_path / "inner", MEMBERS["plain"][:10], tarfile.USTAR_FORMAT)
+    size = (tmp_path / "inner").stat().st_size
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for number in range(8):
+            add_member(tar, f"{number}.jpg", bytes(size))
+        tar.add(tmp_path / "inner", "7.frames.tar")
+        for number in range(8, 16):
+            add_member(tar, f"{number}.jpg", bytes(size))
+    _, expected = rows_in_chunks(tmp_path, monkeypatch, 1)
+    assert len(expected) == 16
+    refused = 0
+    for count in range(2, 40):
+        try:
+            assert rows_in_chunks(tmp_path, monkeypatch, count)[1] == expected
+        except DataError as error:
+            refused += 1
+            assert "a.tar: the member '7.frames.tar' contains a tar" in str(error)
+    assert 0 < refused < 38
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
@@ -111,5 +183,9 @@ def test_damaged_header_is_one_bad_row(tmp_path, monkeypatch, number):
     with tarfile.open(tmp_path / "a.tar") as tar:
         data[tar.getmembers()[number].offset + 150] ^= 1
     (tmp_path / "a.tar").write_bytes(data)
-    rows = check_rows(tmp_path, monkeypatch)
-    assert [reason for _, reason in rows].count("truncated") == 1
+    _, expected = rows_in_chunks(tmp_path, monkeypatch, 1)
+    assert [row for row in expected if row[1] == "truncated"] == expected[-1:]
+    for count in COUNTS:
+        _, rows = rows_in_chunks(tmp_path, monkeypatch, count)
+        assert rows[: len(expected)] == expected  # then those of later chunks
+        assert [reason for _, reason in rows].count("truncated") == 1
