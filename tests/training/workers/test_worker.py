@@ -1,6 +1,5 @@
 """The worker of Ray Train, in this process without Ray."""
 
-import subprocess
 import sys
 import threading
 from types import SimpleNamespace
@@ -86,14 +85,3 @@ def test_worker_whose_import_hangs_sends_heartbeats(coordinator, monkeypatch, tm
         (beat["rank"], beat["step"], beat["state"], beat["in_collective"]) for beat in hanging
     } == {(1, 6, "starting", False)}
     assert "train_loop_per_worker" in errors[0].__notes__[0] and coordinator.drain(0)[1] == []
-
-
-def test_device_of_a_worker_on_cpus_is_known_without_rays_torch_library():
-    code = """
-import subprocess
-import sys
-from mmray.config import Config
-from mmray.training.workers.ray_trainer import get_device
-print(get_device(Config().with_cluster(accelerator="cpu")), "ray.train.torch" in sys.modules)
-"""
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "cpu False\n"
