@@ -36,7 +36,8 @@ from tests.models.vlm.rows import (
 )
 
 AUDIO_COLUMNS = ("input_features", "feature_attention_mask")
-ALL = pytest.mark.parametrize("family", folders.FAMILIES)
+# The tests of a family follow each other, and share its model.
+ALL = pytest.mark.parametrize("family", folders.FAMILIES, scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +246,9 @@ def media_arguments(media: list[Any], videos_kwargs: dict[str, Any]) -> dict[str
     return arguments
 
 
-@pytest.mark.parametrize("family", [name for name, each in FAMILIES.items() if each.mrope])
+@pytest.mark.parametrize(
+    "family", [name for name, each in FAMILIES.items() if each.mrope], scope="module"
+)
 def test_positions_are_those_that_transformers_computes(family, model_of):
     model = model_of(family)
     model.packed = False
@@ -323,7 +326,7 @@ def test_answers_of_a_batch_equal_those_of_single_rows(family, model_of):
     assert model.packed == model.family.packable
 
 
-@pytest.mark.parametrize("family", folders.OMNI)
+@pytest.mark.parametrize("family", folders.OMNI, scope="module")
 def test_thinker_of_a_whole_model_is_trained_and_saved(family, model_of, folder_of, tmp_path):
     from transformers import AutoConfig, AutoModelForMultimodalLM
 
