@@ -242,6 +242,10 @@ def pytest_collection_finish():
     # torch writes traces of each compilation to this logger if it has a handler, and pytest adds
     # handlers to loggers that do not propagate.
     logging.getLogger("torch.__trace").propagate = True
+    if "transformers" in sys.modules:
+        # Otherwise it writes each config that it reads or checks as JSON, for messages that are
+        # not logged: 5 % of the time of tests/models.
+        sys.modules["transformers"].PreTrainedConfig.__repr__ = object.__repr__
 
 
 @pytest.hookimpl(tryfirst=True)
