@@ -13,7 +13,7 @@ from mmray.data.vlm.encoder import ProcessorEncoder
 from mmray.engine.collectives import Group
 from tests.engine.conftest import spawn_ranks
 from tests.models.vlm import folders, two_ranks
-from tests.models.vlm.rows import encode_rows
+from tests.models.vlm.rows import double_model, encode_rows
 
 # Run by the process of pytest that has started the fork server.
 pytestmark = pytest.mark.usefixtures("forked_children")
@@ -33,7 +33,7 @@ def results(folder_of, tmp_path_factory):
 
 
 def check_gradients(family, results, folder_of):
-    expected = two_ranks.gradient(str(folder_of(family)), Group(), "ddp")
+    expected = two_ranks.gradient(double_model(folder_of(family)), Group(), "ddp")
     tolerance = 1e-7 if family == "gemma3" else 1e-9
     for parallel in ("ddp", "fsdp"):
         first, second = (rank[f"{family} {parallel}"] for rank in results)
@@ -56,7 +56,7 @@ def test_ranks_of_a_node_divide_its_rows_under_hsdp(folder_of, tmp_path):
     assignment = assign_rows(num_tokens, 4, int(num_tokens.max()), ranks_per_group=2)
     split = [[[step[index] for index in part] for part in rank] for rank in assignment]
     assert {number for rank in split[:2] for part in rank for number in part} == {0}
-    expected = two_ranks.gradient(weights, Group(), "ddp", split=split)
+    expected = two_ranks.gradient(double_model(weights), Group(), "ddp", split=split)
     for result in spawn_ranks(two_ranks.hybrid, tmp_path, 4, weights, split):
         assert (result - expected).abs().max() < 1e-9 * expected.abs().max()
 

@@ -5,6 +5,7 @@ Rank 0 often has no image, so without the dummy row it would skip the vision enc
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 from dataclasses import replace
@@ -42,8 +43,9 @@ def main(rank: int, folder: str, models: dict[str, tuple[str, int]]) -> None:
     group = join_group(folder, "vlm", rank, 2)
     results: dict[str, Any] = {}
     for family, (weights, random_steps) in models.items():
-        for parallel in ("ddp", "fsdp"):
-            results[f"{family} {parallel}"] = gradient(weights, group, parallel, random_steps)
+        model = double_model(weights)
+        for parallel, each in (("ddp", copy.deepcopy(model)), ("fsdp", model)):
+            results[f"{family} {parallel}"] = gradient(each, group, parallel, random_steps)
     torch.save(results, f"{folder}/rank-{rank}.pt")
     os._exit(0)  # see tests/engine/ranks.py
 
@@ -52,22 +54,26 @@ def hybrid(rank: int, folder: str, weights: str, split: Split) -> None:
     """The gradient of a step of four ranks on two nodes."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     group = join_group(folder, "hybrid", rank, 4)
-    torch.save(gradient(weights, group, "hsdp", split=split), f"{folder}/rank-{rank}.pt")
+    torch.save(
+        gradient(double_model(weights), group, "hsdp", split=split), f"{folder}/rank-{rank}.pt"
+    )
     os._exit(0)  # see tests/engine/ranks.py
 
 
 def preferences(rank: int, folder: str, weights: str) -> None:
     """Gradients of dpo by strategy."""
     group = join_group(folder, "preferences", rank, 2)
+    model = double_model(weights)
     results = {
-        parallel: gradient(weights, group, parallel, is_dpo=True) for parallel in ("ddp", "fsdp")
+        parallel: gradient(each, group, parallel, is_dpo=True)
+        for parallel, each in (("ddp", copy.deepcopy(model)), ("fsdp", model))
     }
     torch.save(results, f"{folder}/rank-{rank}.pt")
     os._exit(0)  # see tests/engine/ranks.py
 
 
 def gradient(
-    weights: str,
+    model: Vlm,
     group: Group,
     parallel: str,
     random_steps: int = 0,
@@ -75,7 +81,6 @@ def gradient(
     is_dpo: bool = False,
 ) -> torch.Tensor:
     """The gradient of a step, after some random ones."""
-    model = double_model(weights)
     rows = encode_rows(model.encoder)
     if is_dpo:
         # The other answer is the last token.
