@@ -167,42 +167,46 @@ def test_unsupported_model_is_refused_by_its_type(tmp_path):
         ProcessorEncoder(str(tmp_path), 500)
 
 
-def test_data_process_encodes_without_torch(folder_of):
-    """Importing torch alone takes 500 MB."""
-    code = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from mmray.data.vlm.encoder import ProcessorEncoder\n"
-        "from tests.models.vlm.rows import encode_rows\n"
-        "for folder, frames in zip(sys.argv[1:4], (4, 0, 4)):\n"
-        "    encode_rows(ProcessorEncoder(folder, 600, frames=frames, without_torch=True))\n"
-        "status = Path('/proc/self/status').read_text()\n"
-        "print(sys.modules.get('torch'), status.split('VmHWM:')[1].split()[0])\n"
-    )
+PROCESS = """
+import sys
+from pathlib import Path
+from mmray.data.vlm.token_counter import ProcessorCounter
+
+for folder in sys.argv[1], sys.argv[3]:
+    counter = ProcessorCounter(folder, {'frames': 4})
+    print(counter.encoder_digest, counter.search.digest)
+print(sorted({'torch', 'transformers'} & sys.modules.keys()))
+
+from mmray.data.vlm.encoder import ProcessorEncoder
+from tests.models.vlm.rows import encode_rows
+for folder, frames in zip(sys.argv[1:4], (4, 0, 4)):
+    encode_rows(ProcessorEncoder(folder, 600, frames=frames, without_torch=True))
+status = Path('/proc/self/status').read_text()
+print(sys.modules.get('torch'), status.split('VmHWM:')[1].split()[0])
+"""
+
+
+@pytest.fixture(scope="module")
+def printed(folder_of):
+    """Lines of a process that inspects processors as a driver, then encodes as a data process."""
     folders = [str(folder_of(family)) for family in ("qwen3_vl", "qwen2_audio", OMNI[0])]
-    done = subprocess.run([sys.executable, "-c", code, *folders], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", PROCESS, *folders], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    torch_module, peak_kib = done.stdout.split()
+    return done.stdout.splitlines()
+
+
+def test_driver_inspects_processor_without_importing_transformers(printed, folder_of):
+    """They take seconds, which the worker needs for its own imports."""
+    here = [ProcessorCounter(str(folder_of(name)), {"frames": 4}) for name in ("qwen3_vl", OMNI[0])]
+    assert printed[:2] == [f"{each.encoder_digest} {each.search.digest}" for each in here]
+    assert printed[2] == "[]"
+
+
+def test_data_process_encodes_without_torch(printed):
+    """Importing torch alone takes 500 MB."""
+    torch_module, peak_kib = printed[3].split()
     assert torch_module == "None"
     assert int(peak_kib) < 300_000
-
-
-def test_driver_inspects_processor_without_importing_transformers(folder_of):
-    """They take seconds, which the worker needs for its own imports."""
-    code = (
-        "import sys\n"
-        "from mmray.data.vlm.token_counter import ProcessorCounter\n"
-        "for folder in sys.argv[1:]:\n"
-        "    counter = ProcessorCounter(folder, {'frames': 4})\n"
-        "    print(counter.encoder_digest, counter.search.digest)\n"
-        "print(sorted({'torch', 'transformers'} & sys.modules.keys()))\n"
-    )
-    folders = [str(folder_of(family)) for family in ("qwen3_vl", OMNI[0])]
-    command = [sys.executable, "-c", code, *folders]
-    *digests, imported = subprocess.check_output(command, text=True).splitlines()
-    here = [ProcessorCounter(folder, {"frames": 4}) for folder in folders]
-    assert digests == [f"{each.encoder_digest} {each.search.digest}" for each in here]
-    assert imported == "[]"
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
