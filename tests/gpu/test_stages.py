@@ -30,6 +30,9 @@ def test_stages_write_their_rows_and_a_summary(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    # The process of the stage, with short measurements.
+    run = "from tests.gpu import command, workload; workload.MAX_TIMING_S = 0.05; command.main()"
+    monkeypatch.setattr(command, "COMMAND", [sys.executable, "-c", run])
     arguments = ["--device", "cpu", "--stages", "environment", "--out", str(tmp_path / "out")]
     status = command.main(arguments)
     printed = capsys.readouterr().out
