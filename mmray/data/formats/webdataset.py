@@ -70,6 +70,7 @@ _BUFFER_BYTES = 4 * 1024 * 1024
 _BLOCK = 512
 _CHUNK_BYTES = 64 << 20
 _MAX_COMPARED_SAMPLES = 100_000  # names compared to find samples whose files are not adjacent
+_NO_MEDIA = "a sample of a tar has no image, audio or video"
 # Names of the classes 0, 1, ..., one a line, next to the tars.
 _CLASS_FILES = ("classnames.txt", "classes.txt")
 _TYPE_FILE = "dataset_type.txt"  # of CLIP_benchmark
@@ -195,14 +196,14 @@ class WebDatasetSource(BinarySource):
             check_suffix(f"KEY.{extension}")
         if images := _image_members(members):
             values["images"] = images
-        elif not has_any(values, MEDIA_COLUMNS) and (
-            others := [extension for extension in members if extension.endswith(IMAGE_SUFFIXES)]
-        ):
-            detail = (
-                f"it has {', '.join(others)[:200]}; its images are the members named up to the "
-                "first dot, as KEY.jpg or KEY.0.jpg, KEY.1.jpg"
-            )
-            raise BadRow("columns", "no-image", detail)
+        elif not has_any(values, MEDIA_COLUMNS):
+            if others := [each for each in members if each.endswith(IMAGE_SUFFIXES)]:
+                detail = (
+                    f"it has {', '.join(others)[:200]}; its images are the members named up to the "
+                    "first dot, as KEY.jpg or KEY.0.jpg, KEY.1.jpg"
+                )
+                raise BadRow("columns", "no-image", detail)
+            notices.append(_NO_MEDIA)
         notices += [
             format_unused(name)
             for name, value in parsed.items()
@@ -247,9 +248,9 @@ def _iter_members(folder: AnyPath, chunk: SourceChunk) -> Iterator[tuple[str, Ta
     with open_sequential(folder / name) as raw:
         file = io.BufferedReader(raw, _BUFFER_BYTES)
         size = raw.size()
-        first = _find_header(file, chunk.start, size) if chunk.start else 0
+        first = _find_header(file, chunk.start, chunk.stop) if chunk.start else 0
         if first is None:
-            return
+            return  # its bytes are those of a member of a chunk before
         start, stop = _Limit(chunk, chunk.start), _Limit(chunk, chunk.stop)
         file.seek(first)
         try:
@@ -308,15 +309,20 @@ class _Limit:
     def _cuts(self, file: BinaryIO, member: tarfile.TarInfo, end: int) -> bool:
         """Return whether the limit is between two headers of a member.
 
-        Raises DataError if a header after it is in the data, where the next chunk would find it.
+        Raises DataError if the next chunk would read another member from the header after it: the
+        header is in the data, or one before the limit has the size.
         """
         header = _find_header(file, self._byte, end)
-        if header is not None and header >= member.offset_data:
-            raise DataError(
-                f"{self._chunk.file}: the member {member.name[:200]!r} contains a tar, and a "
-                "tar as large is read in parts. Compress or unpack the inner tar"
-            )
-        return header is not None
+        if header is None:
+            return False
+        file.seek(header)
+        with suppress(tarfile.TarError), tarfile.open(fileobj=file, mode="r:") as tar:
+            if tar.offset == end:
+                return True
+        raise DataError(
+            f"{self._chunk.file}: the member {member.name[:200]!r} contains a tar, or has over 8 "
+            "GiB, and a tar as large is read in parts. Compress or unpack the inner tar"
+        )
 
 
 def _find_header(file: BinaryIO, start: int, stop: int) -> int | None:
@@ -328,9 +334,10 @@ def _find_header(file: BinaryIO, start: int, stop: int) -> int | None:
         block = file.read(_BLOCK)
         if not block:
             break
-        with suppress(tarfile.HeaderError):
-            tarfile.TarInfo.frombuf(block, tarfile.ENCODING, "surrogateescape")
-            return offset
+        if block[148:149] in b" 01234567":  # of a checksum; others need no exception
+            with suppress(tarfile.HeaderError):
+                tarfile.TarInfo.frombuf(block, tarfile.ENCODING, "surrogateescape")
+                return offset
     return None
 
 

@@ -172,8 +172,8 @@ def run_with_crash_limit(
         file.unlink()
         raise ResourceError(
             f"a prepare worker died {attempts} times at {item_name}. Images were decoded in a "
-            "child process, so the node probably ran out of memory: lower prepare.rows_per_shard, "
-            f"or split large tars. {RESUME_HINT}"
+            "child process, so the node probably ran out of memory: lower "
+            f"prepare.rows_per_shard. {RESUME_HINT}"
         )
     write_atomic(file, str(attempts + 1))
     # its child process starts with the first image

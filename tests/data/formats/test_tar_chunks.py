@@ -1,6 +1,7 @@
 """Tars that are cut into chunks have the rows that one pass finds."""
 
 import io
+import json
 import random
 import tarfile
 from itertools import chain
@@ -10,7 +11,7 @@ import pytest
 
 from mmray.data.formats import webdataset
 from mmray.data.formats.webdataset import WebDatasetSource
-from mmray.data.rows import BadRow
+from mmray.data.rows import NOTICES, BadRow
 from mmray.errors import DataError
 from mmray.storage.paths import copy_file, to_path
 
@@ -165,6 +166,42 @@ def test_tar_in_a_tar_is_refused_only_where_a_chunk_ends(tmp_path, monkeypatch):
             refused += 1
             assert "a.tar: the member '7.frames.tar' contains a tar" in str(error)
     assert 0 < refused < 38
+
+
+def test_member_whose_size_is_before_a_boundary_is_refused(tmp_path, monkeypatch):
+    """As of a member over 8 GiB, whose size is in the extended header alone."""
+    data = bytes(1024)
+    size = tarfile.TarInfo("size")
+    size.type = tarfile.XHDTYPE
+    size.size = len(b"13 size=1024\n")
+    headers = size.tobuf() + b"13 size=1024\n".ljust(512, b"\0")
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for number in range(9):
+            tar.fileobj.write(headers + tarfile.TarInfo(f"{number}.jpg").tobuf() + data)
+            tar.offset += len(headers) + 512 + len(data)
+    num_bytes = (tmp_path / "a.tar").stat().st_size
+    monkeypatch.setattr(WebDatasetSource, "cut", lambda *_: [(0, num_bytes, None)])
+    expected = rows_of(tmp_path)[1]
+    assert len(expected) == 9
+    num_member_bytes = len(headers) + 512 + len(data)
+    start = 4 * num_member_bytes
+    for place in range(start, start + num_member_bytes, 512):
+        parts = [(0, place, None), (place, num_bytes, None)]
+        monkeypatch.setattr(WebDatasetSource, "cut", lambda *_, parts=parts: parts)
+        if start < place <= start + len(headers):
+            with pytest.raises(DataError, match=r"a\.tar: the member '4\.jpg' .* has over 8 GiB"):
+                rows_of(tmp_path)
+        else:
+            assert rows_of(tmp_path) == (2, expected)
+
+
+def test_conversation_without_its_image_is_counted(tmp_path):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        add_member(tar, "0.json", json.dumps({"messages": turns}).encode())
+    source = WebDatasetSource(tmp_path, "a.tar", {})
+    [row] = chain.from_iterable(map(source.read, source.scan(512)))
+    assert row.values[NOTICES] == ["a sample of a tar has no image, audio or video"]
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
