@@ -25,6 +25,7 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.selection import SELECTIONS_DIR
 from mmray.data.store.shard_table import MappedArray, MappedFile
 from mmray.data.store.stored_row import Row
+from mmray.data.stream.blocks import NO_LABEL
 from mmray.data.stream.order import ORDER_VERSION
 from mmray.data.stream.reader import Teacher
 from mmray.data.stream.shuffle import resolve_block_shuffle
@@ -117,6 +118,8 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     num_rows = _rows_of_epoch(config, train_set, shape)
     if line := describe_equal_captions(config, train_set, shape.global_batch_size):
         reporter.log(line, "captions")
+    if line := describe_missing_labels(config, sets.train):
+        reporter.log(line, "labels")
     steps = total_steps(config.train, num_rows, shape.global_batch_size)
     tokenizer_json = ""
     if not isinstance(model, Vlm):  # its processor is in its weights
@@ -315,15 +318,35 @@ def _sample_texts(sets: Sequence[PreparedSet]) -> Iterator[tuple[str, float]]:
     video each is about. Rows that are stored together are read at a time.
     """
     for each in sets:
-        indices = np.arange(min(each.num_rows, MAX_SAMPLED_ROWS))
-        groups = indices // RECORD_BATCH_ROWS * RECORD_BATCH_ROWS
-        starts = groups * each.num_rows // max(1, len(indices))
-        for row in read_each(each, starts + indices % RECORD_BATCH_ROWS, whole_blocks=False):
+        for row in read_each(each, _sample_rows(each), whole_blocks=False):
             if isinstance(row, Row):
                 recorded = max((media.duration or 0.0 for media in row.media), default=0.0)
                 spans = row.spans or [None] * len(row.texts)
                 for text, span in zip(row.texts, spans, strict=True):
                     yield text, span[1] - span[0] if span else recorded
+
+
+def _sample_rows(prepared: PreparedSet) -> np.ndarray:
+    indices = np.arange(min(prepared.num_rows, MAX_SAMPLED_ROWS))
+    groups = indices // RECORD_BATCH_ROWS * RECORD_BATCH_ROWS
+    starts: np.ndarray = groups * prepared.num_rows // max(1, len(indices))
+    return starts + indices % RECORD_BATCH_ROWS
+
+
+def describe_missing_labels(config: Config, sets: Sequence[PreparedSet]) -> str | None:
+    """Describe how many sampled rows have no label for the objective `classification`; None without
+    such a row, or with another objective.
+    """
+    if "classification" not in config.objective.terms:
+        return None
+    labels = [label for each in sets for label in each.stored_labels(_sample_rows(each))]
+    missing = sum(label is None or label == NO_LABEL for label in labels)
+    return (
+        f"{missing:,} of {len(labels):,} sampled rows have no label (-1 is none, too), and the "
+        "objective `classification` does not train on such rows"
+        if missing
+        else None
+    )
 
 
 def _rows_of_epoch(config: Config, train_set: TrainSet, shape: BatchShape) -> int:

@@ -343,8 +343,13 @@ def _plan(
         )
     batch = synthetic_batch(config.model.inputs, vocab_size=1, rows=2, device="cpu")
     with torch.no_grad(), eval_mode(model):
-        width = model.embed_image(batch["image"]).shape[1]
+        embeds = model.embed_image(batch["image"])
         logit_scale = model(batch).get("logit_scale")
+    if not embeds.isfinite().all():
+        raise UsageError(
+            f"--weights {weights}: its embeddings are not finite, so it gives no scores; the "
+            "training diverged, or the file is corrupt"
+        )
     digest = hashlib.sha256(repr((config.model, scored)).encode())
     digest.update(saved.tokenizer_json.encode())
     for key, tensor in sorted(model.state_dict().items()):
@@ -356,7 +361,7 @@ def _plan(
         with_embeddings,
         scored[0] if scored else None,
         digest.hexdigest(),
-        width,
+        embeds.shape[1],
         None if logit_scale is None else float(logit_scale),
     )
 

@@ -12,8 +12,9 @@ from PIL import Image
 import mmray
 from mmray import config as settings
 from mmray.data.store.manifest import write_manifest
-from mmray.errors import UsageError
+from mmray.errors import DataError, UsageError
 from mmray.training.driver import train
+from mmray.training.resolve import resolve_run
 from mmray.training.saved_model import load_run_config
 from tests.made import encode, make_set, row
 from tests.training.runs import Silent
@@ -56,6 +57,35 @@ def config_of(data: str, storage: Path, **changes: object) -> settings.Config:
         cluster=settings.Cluster(workers=1, cpus_per_worker=1),
         run=settings.Run(name="classes", storage=str(storage)),
     )
+
+
+def numbered(folder: Path, labels: list[int | None], held_out: list[int | None]) -> str:
+    image = encode(Image.new("RGB", (24, 24), COLORS["red"]))
+    rows = [replace(row(n, image, ["a"]), label=each) for n, each in enumerate(labels)]
+    others = [replace(row(50 + n, image, ["a"]), label=each) for n, each in enumerate(held_out)]
+    return str(make_set(folder, rows, others).folder)
+
+
+def test_rows_without_a_label_are_stated(tmp_path: Path) -> None:
+    data = numbered(tmp_path / "set", [0, 1, 2, None, 0, 1, 2, -1] * 2, [0])
+    reporter = Silent()
+    resolve_run(config_of(data, tmp_path), reporter)
+    [line] = [text for label, text in reporter.notes if label == "labels"]
+    assert line.startswith("4 of 16 sampled rows have no label (-1 is none, too), and the ")
+    complete = numbered(tmp_path / "complete", [0, 1, 2, 0] * 4, [0])
+    reporter = Silent()
+    resolve_run(config_of(complete, tmp_path), reporter)
+    assert "labels" not in [label for label, _ in reporter.notes]
+
+
+@pytest.mark.parametrize("label", [3, -2])
+def test_held_out_labels_without_a_class_are_refused(
+    label: int, tmp_path: Path, without_ray: None
+) -> None:
+    data = numbered(tmp_path / "set", [0, 1, 2, 0] * 4, [0, -1, None, label])
+    run = config_of(data, tmp_path).replace(train=settings.Train(steps=1))
+    with pytest.raises(DataError, match=f"label {label}, and the classes of the model are 0 to 2"):
+        train(run, Silent())
 
 
 def test_classes_are_matched_by_name_from_training_to_export(

@@ -24,7 +24,7 @@ from mmray.evaluation.batches import EvalDataset
 from mmray.evaluation.embeddings import embed_dataset
 from mmray.storage.paths import to_path
 from mmray.training.driver import train
-from mmray.training.saved_model import load_model, open_run
+from mmray.training.saved_model import SavedModel, load_model, open_run
 from tests.made import make_set, noisy, row
 from tests.training.runs import Silent, config
 
@@ -169,6 +169,20 @@ def test_rows_without_the_column_have_no_score(run, tasks, tmp_path, number_with
     assert ("unreadable", f"{missing} rows {reason} and have no score") in reporter.notes
 
 
+def test_weights_whose_embeddings_are_not_finite_are_refused(run, tmp_path, monkeypatch):
+    def broken(*args):
+        model = load(*args)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(torch.nan)
+        return model
+
+    load = SavedModel.load
+    monkeypatch.setattr(SavedModel, "load", broken)
+    with pytest.raises(UsageError, match="its embeddings are not finite"):
+        api.score(make(tmp_path / "set"), str(run), reporter=Silent())
+
+
 def test_a_set_without_images_is_refused(run, tmp_path):
     rows = [row(number, noisy(number)) for number in range(2)]
     for each in rows:
@@ -194,7 +208,7 @@ def test_select_writes_a_smaller_set_with_the_same_rows_and_columns(run, tasks, 
     nothing = select_module.drop_rows(PreparedSet.open(address), f"clip_score == {scores[3]}", "w")
     assert select_module._without_similar_rows(
         nothing, "clip_score_embedding", 0.9, tmp_path, lambda _: None
-    ).keys() == ["row-3"], "a shard without rows"
+    )[0].keys() == ["row-3"], "a shard without rows"
     small = PreparedSet.open(str(tmp_path / "out"))
     assert small.num_rows == manifest.num_rows == len(kept)
     assert small.read(np.arange(len(kept))) == PreparedSet.open(address).read(np.array(kept))
@@ -203,6 +217,12 @@ def test_select_writes_a_smaller_set_with_the_same_rows_and_columns(run, tasks, 
     assert manifest.num_images == {"": {"1": len(kept)}}
     with pytest.raises(UsageError, match="is not empty: choose another folder"):
         api.select(address, tmp_path / "out", where="clip_score > -1", reporter=Silent())
+    reporter = Silent()
+    api.select(address, tmp_path / "all", deduplicate="semantic=0.999999", reporter=reporter)
+    uncompared = "1 of 24 rows have no embedding in clip_score_embedding, and all of them are kept"
+    assert ("not compared", uncompared) in reporter.notes
+    keys = PreparedSet.open(str(tmp_path / "all")).keys()
+    assert keys == [f"row-{number}" for number in range(ROWS) if number != 20]
 
 
 def test_invalid_scores_and_selections_are_refused(run, tasks, tmp_path):

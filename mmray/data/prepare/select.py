@@ -94,7 +94,8 @@ def select_set(
         deduplicate: `semantic=0.95` drops a row whose image has an embedding with at least this
             cosine to that of a held-out or an earlier row that is kept. None: none are dropped.
         log: Called with (message, label): `selected`, with the number of rows for which `where`
-            holds, and `similar`, with the number of those that `deduplicate` drops.
+            holds, `not compared`, with the number of those without an embedding, and `similar`,
+            with the number of those that `deduplicate` drops.
 
     Raises:
         UsageError: The condition is invalid, no row is left, or `out` is not empty.
@@ -126,7 +127,13 @@ def select_set(
         with Lease(folder, activity="being written", advice="choose another folder") as lease:
             if column is not None:
                 before = prepared.num_rows
-                prepared = _without_similar_rows(prepared, *column, folder, progress)
+                prepared, num_compared = _without_similar_rows(prepared, *column, folder, progress)
+                if num_compared < before:
+                    log(
+                        f"{before - num_compared:,} of {before:,} rows have no embedding in "
+                        f"{column[0]}, and all of them are kept",
+                        "not compared",
+                    )
                 log(
                     f"{before - prepared.num_rows:,} of {before:,} rows, with a cosine of at least "
                     f"{column[1]:g} to a kept one",
@@ -187,9 +194,10 @@ def _without_similar_rows(
     cosine: float,
     folder: AnyPath,
     progress: OnProgress,
-) -> PreparedSet:
+) -> tuple[PreparedSet, int]:
     """Drop rows whose embedding is similar to that of an earlier row of the same cluster (SemDeDup;
-    Abbas et al. 2023). The clusters are written to a folder, so no process has all embeddings.
+    Abbas et al. 2023), and return the number of rows with an embedding too. The clusters are
+    written to a folder, so no process has all embeddings.
     """
     table = prepared.table
     shards = prepared.shard_numbers
@@ -221,7 +229,7 @@ def _without_similar_rows(
         number: pack_rows(np.union1d(table.dropped(number), of_shard), int(table.num_rows[number]))
         for number, of_shard in zip(numbers.tolist(), np.split(rows, first)[1:], strict=True)
     }
-    return prepared.with_shards(table.with_dropped(dropped))
+    return prepared.with_shards(table.with_dropped(dropped)), total
 
 
 def _centroids(prepared: PreparedSet, column: str) -> np.ndarray:
