@@ -34,6 +34,8 @@ from tests.engine.recipe_models import MODELS, VOCAB, WITH_DROPOUT
 from tests.engine.single_worker import make_prepared, run_config
 from tests.training.runs import lines
 
+pytestmark = pytest.mark.compile
+
 CPU = torch.device("cpu")
 NEEDS_COMPILER = pytest.mark.skipif(
     shutil.which("g++") is None, reason="inductor needs a C++ compiler"
@@ -128,9 +130,7 @@ def test_only_rows_and_text_lengths_become_dynamic() -> None:
         ("resnet18", "frozen", "aot_eager"),
         ("resnet18", "local", "aot_eager"),
         ("transformers", "local", "aot_eager"),
-        pytest.param(
-            *("resnet18", "local", "inductor"), marks=[pytest.mark.inductor, NEEDS_COMPILER]
-        ),
+        pytest.param(*("resnet18", "local", "inductor"), marks=NEEDS_COMPILER),
     ],
 )
 def test_pixels_and_first_layers_of_a_resnet_are_one_graph(
@@ -216,7 +216,6 @@ def test_captions_padded_to_a_multiple_change_no_step(kind: str) -> None:
     toy.assert_equal_weights(weights[1], weights[0])
 
 
-@pytest.mark.inductor
 @NEEDS_COMPILER
 @pytest.mark.parametrize("branches", [(), ("image", "text")])
 def test_inductor_draws_equal_dropout_with_and_without_gradients(branches: tuple[str, ...]) -> None:
@@ -232,7 +231,6 @@ def test_inductor_draws_equal_dropout_with_and_without_gradients(branches: tuple
     assert not torch.allclose(other["text_embed"], second["text_embed"], rtol=0, atol=1e-2)
 
 
-@pytest.mark.inductor
 @NEEDS_COMPILER
 def test_sample_recipe_compiles_nothing_after_the_first_epoch(tmp_path) -> None:
     """With captions of different lengths, a smaller last micro-batch and an evaluation in each

@@ -173,7 +173,7 @@ def test_compiler_is_tried_without_worker_processes(monkeypatch):
     assert device_defaults.compile_problem(torch.device("cpu")) == "" and threads == [1]
 
 
-@pytest.mark.inductor
+@pytest.mark.compile
 @pytest.mark.parametrize(("compiler", "fails"), [("false", True), ("g++", False)])
 def test_compiler_is_tried_with_a_kernel(compiler, fails):
     """In a new process, because inductor reads the variable when it is imported."""

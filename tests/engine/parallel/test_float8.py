@@ -99,6 +99,7 @@ def test_gradients_are_near_those_without_float8(torchao: None, settings: dict) 
     assert 0.01 < difference(gradients(converted), gradients(model_of())) < 0.15
 
 
+@pytest.mark.compile
 def test_blocks_share_a_graph(torchao: None) -> None:
     graphs = []
     for depth in (1, 2):
@@ -129,6 +130,7 @@ def test_only_training_is_in_float8(torchao: None) -> None:
             assert torch.equal(model(rows())["image_embed"], expected)
 
 
+@pytest.mark.compile
 def test_run_continues_without_float8_and_with_it(
     torchao: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

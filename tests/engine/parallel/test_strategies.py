@@ -52,7 +52,7 @@ def compiled(tmp_path_factory):
     return spawn_ranks(ranks.main_compiled, folder, 2, HAS_COMPILER)
 
 
-@pytest.mark.inductor
+@pytest.mark.compile
 @pytest.mark.parametrize("name", ranks.COMPILED)
 def test_ranks_with_compiled_branches_equal_eager_ones_with_dropout(compiled, name):
     for result in compiled:
@@ -62,7 +62,7 @@ def test_ranks_with_compiled_branches_equal_eager_ones_with_dropout(compiled, na
         toy.assert_equal_weights(result["weights"], result["eager"], result["start"])
 
 
-@pytest.mark.inductor
+@pytest.mark.compile
 @pytest.mark.skipif(not HAS_COMPILER, reason="inductor needs a C++ compiler")
 def test_ranks_with_inductor_equal_eager_ones_and_both_passes_have_equal_dropout(compiled):
     for result in compiled:

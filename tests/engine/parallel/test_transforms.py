@@ -97,12 +97,15 @@ def train_plain(name: str, steps: int) -> dict[str, Tensor]:
             if name != "fusion"
         ),
         ("fusion", {"activation_checkpointing": ("image", "text", "cross")}),
-        ("convnet", {"compile": "eager"}),
+        pytest.param("convnet", {"compile": "eager"}, marks=pytest.mark.compile),
         # Blocks with running statistics are not compiled and keep them.
-        ("resnet18", {"activation_checkpointing": ("image",), "compile": "eager"}),
+        pytest.param(
+            *("resnet18", {"activation_checkpointing": ("image",), "compile": "eager"}),
+            marks=pytest.mark.compile,
+        ),
         pytest.param(
             *("clip", {"activation_checkpointing": ("image", "text"), "compile": "aot_eager"}),
-            marks=pytest.mark.inductor,
+            marks=pytest.mark.compile,
         ),
     ],
 )
@@ -161,6 +164,7 @@ def test_inductor_takes_same_steps(kind: str) -> None:
     assert (compiled - plain).abs().max() < 1e-9
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("kind", ["siglip", "naflex"])
 def test_later_steps_do_not_recompile(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()  # graphs of other tests count toward a limit

@@ -16,6 +16,8 @@ from tests.models.vlm import folders, token_runs
 from tests.models.vlm.rows import all_media, encode_rows
 from tests.training.runs import lines
 
+pytestmark = pytest.mark.compile
+
 CPU = torch.device("cpu")
 # Rows of the micro-batches, by their index in `encode_rows`: row 0 has no image, row 2 three.
 # A row alone has a graph of its own in padded models; row 0 is never alone, because a blank row
@@ -77,7 +79,6 @@ def test_layers_share_graphs_for_all_rows_and_give_the_eager_gradients(
     assert counter.frame_count == num_graphs <= (10 if family in folders.OMNI else 9)
 
 
-@pytest.mark.inductor
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_run_compiled_with_inductor_has_the_losses_of_an_eager_run(folder_of, tmp_path):
     """Nothing is compiled after the first step."""
