@@ -43,7 +43,13 @@ from mmray.engine.run_state import (
     TrainState,
 )
 from mmray.engine.step import StepResult, accumulate_gradients, apply_update, zero_gradients
-from mmray.errors import OutOfMemoryError, TrainingError, first_line, is_out_of_memory
+from mmray.errors import (
+    OutOfMemoryError,
+    TrainingError,
+    UsageError,
+    first_line,
+    is_out_of_memory,
+)
 from mmray.objectives.protocol import Batch
 
 MAX_NONFINITE_STEPS = 10  # steps in a row
@@ -229,10 +235,11 @@ class Trainer:
         step = self.progress.step - 1
         local_sums = [*result.means.values(), meter.token_counts, result.by_source]
         local = meter.compute()
+        own: dict[str, float] = {}
         for callback in spec.callbacks:
             if isinstance(callback, HasMetrics):
-                local |= callback.compute_metrics(step + 1)
-        sums, reduced = reduce_over_ranks(spec.group, local_sums, local)
+                own |= callback.compute_metrics(step + 1)
+        sums, reduced = reduce_over_ranks(spec.group, local_sums, local | own)
         *means, token_counts, by_source = sums
         meter.token_counts.zero_()
         metrics: Metrics = {
@@ -253,8 +260,14 @@ class Trainer:
         else:
             metrics["batch/tokens"] = shape.micro_tokens
         metrics |= padding_fractions(token_counts)
-        metrics |= source_metrics(spec.sources, by_source)
-        return metrics | spec.static_metrics | reduced
+        metrics |= source_metrics(spec.sources, by_source) | spec.static_metrics
+        if repeated := own.keys() & (metrics.keys() | local.keys()):
+            names = ", ".join(sorted(repeated))
+            raise UsageError(
+                f"train.callbacks: compute_metrics returned {names}, which is another metric of "
+                "the step: rename it"
+            )
+        return metrics | reduced
 
     def _evaluate(self) -> Metrics:
         spec = self.spec

@@ -276,7 +276,8 @@ def _merge_equal(
     head_metrics: dict[str, float],
     scalar_outputs: Outputs,
 ) -> EmbeddingSet:
-    """Merge rows with equal images, which get the captions of all, and equal captions.
+    """Merge rows with equal images, which get the captions of all and the first label, and equal
+    captions.
 
     Equal captions may have embeddings that differ by rounding; the first is kept.
 
@@ -286,6 +287,11 @@ def _merge_equal(
         text: Float32 [C, D].
     """
     image_id, first_of_image = number_equal(columns["image_hash"])
+    label = columns["label"]
+    by_image = (2 * image_id + (label < 0)).argsort(stable=True)  # rows without a label are last
+    first_labeled = by_image[
+        torch.searchsorted(image_id[by_image], torch.arange(len(first_of_image)))
+    ]
     row = columns["row"]
     caption_row = columns["caption_row"]
     image_index = image_id[torch.searchsorted(row, caption_row)]
@@ -295,7 +301,7 @@ def _merge_equal(
     return EmbeddingSet(
         row=row[first_of_image],
         image=image[first_of_image],
-        label=columns["label"][first_of_image],
+        label=label[first_labeled],
         image_index=image_index[order],
         text=text[order[first_of_text]],
         text_id=text_id,

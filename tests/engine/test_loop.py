@@ -15,7 +15,7 @@ from mmray.engine import loop
 from mmray.engine.metrics.table import METRICS, is_own
 from mmray.engine.optimizer import lr_at
 from mmray.engine.run_state import EMA_KEY, LoopResult
-from mmray.errors import TrainingError
+from mmray.errors import TrainingError, UsageError
 from tests.engine import toy
 
 
@@ -93,6 +93,14 @@ def test_wrong_rows_end_the_run_before_their_step(change, message, taken):
     with pytest.raises(TrainingError, match=message):
         loop.train_loop(spec, change(list(toy.steps_of(plan, 0))))
     assert steps == taken
+
+
+@pytest.mark.parametrize("name", ["train/loss", "train/lr", "throughput/samples_per_s"])
+def test_metric_of_a_callback_with_the_name_of_another_ends_the_run(name):
+    callback = on_step(lambda *args: None)
+    callback.compute_metrics = lambda step: {name: 1.0, "mine/steps": step}
+    with pytest.raises(UsageError, match=f"compute_metrics returned {name}, which is another"):
+        train(toy.Toy(), plan_of(5), callbacks=(callback,), log=toy.Lines())
 
 
 def test_metrics_are_logged_and_callbacks_called():

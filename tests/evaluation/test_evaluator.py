@@ -186,6 +186,22 @@ def test_metrics_of_the_user_get_a_row_for_each_caption(
         score(prepared, metrics=("tests.evaluation.test_evaluator:own_rows",))
 
 
+def own_labels(embeddings: dict[str, Tensor], labels: Tensor) -> dict[str, Any]:
+    return {"own/smallest": labels.min(), "own/largest": labels.max()}
+
+
+def test_equal_images_have_the_first_label_of_their_rows(tmp_path: Path) -> None:
+    labels = [None, 2, 1, 1, None]
+    rows = [
+        replace(row(number // 2), key=f"row-{number}", label=labels[number]) for number in range(5)
+    ]
+    name = "tests.evaluation.test_evaluator:own_labels"
+    (metrics,) = score(make_set(tmp_path / "set", rows), metrics=(name,))
+    assert (metrics["own/smallest"], metrics["own/largest"]) == (-1, 2)
+    (metrics,) = score(make_set(tmp_path / "labeled", rows[:4]), metrics=(name,))
+    assert (metrics["own/smallest"], metrics["own/largest"]) == (1, 2)
+
+
 class BatchNormalized(Toy):
     """Fails for a single row."""
 

@@ -178,6 +178,9 @@ class RowFilter:
             operands = [evaluate(node.left), evaluate(node.right)]
             if isinstance(node.op, ast.Div) or operands[0].type != operands[1].type:
                 operands = [*map(_as_float, operands)]
+            if isinstance(node.op, ast.Div):
+                is_zero = pc.equal(operands[1], 0)
+                operands[1] = pc.if_else(is_zero, pa.scalar(None, operands[1].type), operands[1])
             return _ARITHMETIC[type(node.op)](*operands)
         if isinstance(node, ast.Compare):
             operands = [node.left, *node.comparators]

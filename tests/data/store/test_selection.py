@@ -192,6 +192,8 @@ def test_large_integers_are_compared_with_floats():
         ('license in ["by", "nd"] and width is not None', [0, 2, 6, 7]),
         ('license not in ("by",)', [1, 4, 5, 7]),
         ("is_safe == False", [2, 6]),
+        ("width / (width - 200) > 1", [2, 5]),  # no row whose divisor is 0
+        ("not width / (width - 200) > 1", [0, 6]),
     ],
 )
 def test_condition_selects_rows_as_sql_does(where, selected):
