@@ -109,7 +109,8 @@ class WebDatasetSource(BinarySource):
     def cut(
         self, checked: None, num_bytes: int, rows_per_chunk: int, rows_before: int
     ) -> Iterator[tuple[int, int, int | None]]:
-        num_blocks, count = num_bytes // _BLOCK, max(1, num_bytes // _CHUNK_BYTES)
+        num_blocks = num_bytes // _BLOCK
+        count = max(1, num_bytes // _CHUNK_BYTES)
         starts = [_BLOCK * (num_blocks * number // count) for number in range(count)]
         for start, stop in pairwise([*starts, num_bytes]):
             yield start, stop, None
