@@ -74,8 +74,8 @@ class HasMetrics(Protocol):
 
         Returns:
             Numbers by name, such as `teacher/kl`; every rank must return the same names. The line
-            and the report show their mean over the ranks, or what METRICS says of the name. A name
-            of another metric ends the run.
+            and the report show their mean over the ranks, or the reduction of METRICS. A name of
+            another metric ends the run.
         """
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mmray.data.stream.blocks import NO_LABEL
+from mmray.errors import DataError
 from mmray.models.protocol import HeadScores
 
 if TYPE_CHECKING:
@@ -28,9 +30,19 @@ class HeadHits:
         self._hits = {name: torch.zeros(len(TOP_K) + 1, dtype=torch.int64) for name in heads}
 
     def add(self, heads: Mapping[str, HeadScores]) -> None:
-        """Add the scores of a batch."""
+        """Add the scores of a batch. Raises DataError for a label that is none of the classes, and
+        not -1.
+        """
         for name, head in heads.items():
-            self._hits[name] += topk_hits(head.scores.float().cpu(), head.label.cpu())
+            label = head.label.cpu()
+            unknown = label[(label >= head.num_classes) | (label < NO_LABEL)]
+            if len(unknown):
+                raise DataError(
+                    f"a held-out row has the label {int(unknown[0])}, and the classes of the model "
+                    f"are 0 to {head.num_classes - 1}: give held-out rows the classes of the "
+                    "training rows"
+                )
+            self._hits[name] += topk_hits(head.scores.float().cpu(), label)
 
     def metrics(self, group: Group) -> dict[str, float]:
         """Return the accuracy over the rows of all ranks; a collective call."""

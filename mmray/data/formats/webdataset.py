@@ -252,7 +252,7 @@ def _iter_members(folder: AnyPath, chunk: SourceChunk) -> Iterator[tuple[str, Ta
         first = _find_header(file, chunk.start, chunk.stop) if chunk.start else 0
         if first is None:
             return  # its bytes are those of a member of a chunk before
-        start, stop = _Limit(chunk, chunk.start), _Limit(chunk, chunk.stop)
+        start, stop = _Limit(name, chunk.start), _Limit(name, chunk.stop)
         file.seek(first)
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
@@ -284,9 +284,9 @@ class _Limit:
     so its member and the sample of the next one are of the chunk before.
     """
 
-    def __init__(self, chunk: SourceChunk, byte: int) -> None:
+    def __init__(self, tar_name: str, byte: int) -> None:
         self.is_passed = byte == 0
-        self._chunk = chunk
+        self._tar_name = tar_name
         self._byte = byte
         self._has_first = False
         self._stem: str | None = None
@@ -321,7 +321,7 @@ class _Limit:
             if tar.offset == end:
                 return True
         raise DataError(
-            f"{self._chunk.file}: the member {member.name[:200]!r} contains a tar, or has over 8 "
+            f"{self._tar_name}: the member {member.name[:200]!r} contains a tar, or has over 8 "
             "GiB, and a tar as large is read in parts. Compress or unpack the inner tar"
         )
 
