@@ -27,12 +27,11 @@ from mmray.data.images import sample
 from mmray.data.media.sample import generate_clips
 from mmray.data.prepare import assemble, contamination, duplicates
 from mmray.data.prepare.contamination import is_enabled
-from mmray.data.prepare.identity import is_continued, source_fields
 from mmray.data.prepare.job import PrepareJob
 from mmray.data.prepare.kept_columns import merge_types
 from mmray.data.prepare.pack import changed_chunks, is_current, pack_task
 from mmray.data.prepare.records import PackedRows, Record, fold, plan_folds, read_records
-from mmray.data.prepare.scan import scan_source
+from mmray.data.prepare.scan import is_continued, scan_source, source_fields
 from mmray.data.prepare.tasks import ATTEMPT_SUFFIX, RESUME_HINT, map_tasks
 from mmray.data.store.manifest import (
     CHUNK_RECORDS,

@@ -1,13 +1,15 @@
 """Scan the source of a set, and store the scan in the folder of the set, so that the next prepare
-only scans what has changed.
+only scans what has changed; and what identifies the source, so that a folder is of one source.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
+from typing import Any
 
 import orjson
 
@@ -15,8 +17,9 @@ from mmray.data.formats.source import RawRow, Scan, Source, SourceChunk
 from mmray.data.labels import Labels, find_names, label_number, summarize_labels
 from mmray.data.prepare.job import PrepareJob
 from mmray.data.prepare.preview import check_columns, describe_source
-from mmray.data.prepare.records import map_rows
-from mmray.data.store.manifest import SCAN
+from mmray.data.prepare.records import PackedRows, map_rows
+from mmray.data.store.manifest import SCAN, Manifest
+from mmray.errors import UsageError
 from mmray.storage.paths import write_atomic
 
 NUM_FIRST_ROWS = 100
@@ -99,3 +102,40 @@ def _read_labels(job: PrepareJob, chunks: Sequence[SourceChunk], earlier: Scan) 
 def _read_chunk_labels(chunk: SourceChunk, job: PrepareJob) -> tuple[SourceChunk, Labels]:
     """Task: return a chunk and its labels."""
     return chunk, summarize_labels(job.open().labels(chunk))
+
+
+def is_continued(before: Manifest, job: PrepareJob, chunks: list[SourceChunk]) -> bool:
+    """Return whether the chunks are those of an earlier set, maybe with appended ones.
+
+    Raises UsageError if that set was made from another source.
+    """
+    identity = _source_identity(job, chunks[: before.source["num_chunks"]])
+    if identity.items() <= before.source.items():
+        return True
+    name = before.source["name"]
+    other = job.source.display_name
+    if name != other:
+        raise UsageError(
+            f"{job.out} holds the set made from {name}: choose another folder for {other}"
+        )
+    return False
+
+
+def _source_identity(job: PrepareJob, chunks: list[SourceChunk]) -> dict[str, Any]:
+    """Return what identifies a source; with --index-only its address too, because the images stay
+    there.
+    """
+    digest = hashlib.sha256("".join(chunk.signature for chunk in chunks).encode()).hexdigest()
+    address = {"address": job.source.address} if job.settings.index_only else {}
+    return {"name": job.source.display_name, "num_chunks": len(chunks), "sha256": digest, **address}
+
+
+def source_fields(job: PrepareJob, chunks: list[SourceChunk], packed: PackedRows) -> dict[str, Any]:
+    """Return the manifest's entry of the source; `packed` shows which files its chunks are in."""
+    names = "".join(shard.file for shard in packed.shards)
+    return _source_identity(job, chunks) | {
+        "format": job.source.format,
+        "folder": job.source.address,
+        "file": job.source.name,
+        "packed": hashlib.sha256(names.encode()).hexdigest(),
+    }
