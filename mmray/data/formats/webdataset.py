@@ -16,7 +16,7 @@ import tarfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
 from typing import BinaryIO
@@ -140,6 +140,8 @@ class WebDatasetSource(BinarySource):
                     f"(.{min(before)} and, after other samples, .{min(sample)}). Sort the tar: "
                     "`mkdir t && tar -xf OLD -C t && tar --sort=name -cf NEW -C t .`"
                 )
+            if not stem:  # damage, which may divide a sample
+                extensions.clear()
             if len(extensions) < _MAX_COMPARED_SAMPLES:
                 extensions[stem] = {*sample}
             bad = next((each for each in sample.values() if isinstance(each, BadRow)), None)
@@ -238,8 +240,10 @@ def _image_members(members: dict[str, TarMember]) -> list[TarMember]:
 
 
 def _iter_members(folder: AnyPath, chunk: SourceChunk) -> Iterator[tuple[str, TarMember | BadRow]]:
-    """Yield the members of the samples of a chunk with their bytes in one pass; a BadRow is last if
-    the tar is truncated in it.
+    """Yield the members of the samples of a chunk with their bytes in one pass.
+
+    Other tars may follow the end mark of the first one. Where bytes are neither members nor an end
+    mark, because the tar is damaged or truncated, a BadRow is between the members.
 
     Raises DataError if a member in which the chunk ends contains a header: the task of the next
     chunk would take it for one of the tar.
@@ -250,31 +254,40 @@ def _iter_members(folder: AnyPath, chunk: SourceChunk) -> Iterator[tuple[str, Ta
         file = io.BufferedReader(raw, _BUFFER_BYTES)
         size = raw.size()
         first = _find_header(file, chunk.start, chunk.stop) if chunk.start else 0
-        if first is None:
-            return  # its bytes are those of a member of a chunk before
+        # Without a header its bytes are those of a member of a chunk before.
         start, stop = _Limit(name, chunk.start), _Limit(name, chunk.stop)
-        file.seek(first)
-        try:
-            with tarfile.open(fileobj=file, mode="r:") as tar:
+        while first is not None:
+            end = first
+            file.seek(first)
+            with (
+                suppress(tarfile.TarError, EOFError),
+                tarfile.open(fileobj=file, mode="r:") as tar,
+            ):
                 for member in tar:
-                    if chunk.stop < size and stop.passes(file, member, tar.offset):
+                    end = tar.offset
+                    if chunk.stop < size and stop.passes(file, member, end):
                         return
-                    if start.passes(file, member, tar.offset) and not member.isdir():
+                    if start.passes(file, member, end) and not member.isdir():
                         last = member.name
                         yield last, _read_member(name, tar, member)
                     # otherwise tarfile keeps all members in memory
                     tar.members.clear()  # type: ignore[attr-defined]
-                end = tar.offset
-            file.seek(end)
-            is_complete = file.read(_BLOCK) == bytes(_BLOCK)
-            if not is_complete or any(
-                piece.strip(b"\0") for piece in iter(partial(file.read, _BUFFER_BYTES), b"")
-            ):
-                raise tarfile.TarError(f"no end mark at byte {end}, or another tar follows")
-        except (tarfile.TarError, EOFError) as error:
-            if start.is_passed:  # otherwise the chunk before has the error
-                detail = f"the tar is truncated or damaged after {last}: {error}"
+            first = _find_header(file, end + _BLOCK, size)
+            num_bytes = (size if first is None else first) - end
+            # otherwise the chunk before has the error
+            if start.is_passed and not _is_end_mark(file, end, num_bytes):
+                detail = (
+                    f"the tar is truncated or damaged after {last}: no end mark at byte {end}, "
+                    f"and {max(0, num_bytes)} bytes are not read"
+                )
                 yield "", BadRow("read", "truncated", detail)
+
+
+def _is_end_mark(file: BinaryIO, start: int, num_bytes: int) -> bool:
+    """Return whether a range of a tar is at least one block of zeros."""
+    file.seek(start)
+    pieces = iter(lambda: file.read(min(_BUFFER_BYTES, start + num_bytes - file.tell())), b"")
+    return num_bytes >= _BLOCK and not any(piece.strip(b"\0") for piece in pieces)
 
 
 class _Limit:
@@ -347,7 +360,7 @@ def _read_member(file: str, tar: tarfile.TarFile, member: tarfile.TarInfo) -> Ta
         return BadRow(
             "read",
             "not-regular-file",
-            f"member {member.name[:200]!r} is a link, a device or a named pipe",
+            f"member {member.name[:200]!r} is a link, a device, a named pipe or sparse (`tar -S`)",
         )
     if not is_safe_path(member.name):
         return BadRow(
