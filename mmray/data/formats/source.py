@@ -54,6 +54,8 @@ _MARK = "a text or label such as `NA` or `None` is used as it is; leave it empty
 # Files and folders that macOS, Windows and network disks add.
 _SYSTEM_FILES = {"__macosx", "thumbs.db", "desktop.ini", "@eadir", "lost+found", "$recycle.bin"}
 
+_ABOUT = ("readme", "license", "licence")
+
 Record = tuple[str, Any]  # location (`file:line`) and unparsed row
 
 
@@ -477,9 +479,11 @@ def is_hidden(path: str) -> bool:
 
 
 def is_about_the_data(path: str) -> bool:
-    """Return whether the file name of a path starts with `readme` or `license`.
-
-    Also with `licence`; upper and lower case are the same. False for an image with such a name.
+    """Return whether a path is a readme or a license: `README.txt` and `LICENSE-MIT`, but no image
+    and no file of a row, such as `license_plate_1.txt`.
     """
     name = path.rpartition("/")[2].lower()
-    return name.startswith(("readme", "license", "licence")) and not name.endswith(IMAGE_SUFFIXES)
+    stem, _, suffix = name.partition(".")
+    if stem in _ABOUT:
+        return not name.endswith(IMAGE_SUFFIXES)
+    return stem.startswith(_ABOUT) and suffix in ("", "md", "rst", "html", "pdf")

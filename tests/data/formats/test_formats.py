@@ -628,6 +628,24 @@ def test_caption_files_of_other_names_are_read(tmp_path, caption):
     assert ("1 files by suffix: .txt 1", "ignored") in logs
 
 
+@pytest.mark.parametrize("stem", ["license_plate_1", "readme-2", "licences"])
+def test_rows_with_names_like_licenses_are_read(tmp_path, stem):
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    tars = tmp_path / "raw"
+    tars.mkdir()
+    with tarfile.open(tars / "a.tar", "w") as tar:
+        for name, data in (
+            ("LICENSE-MIT", b"about"),
+            ("README_zh.md", b"about"),
+            (f"{stem}.json", json.dumps({"messages": turns}).encode()),
+        ):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    _, rows, faults = prepared(tars, tmp_path / "out")
+    assert [row.key for row in rows] == [f"a.tar/{stem}"] and not faults
+
+
 def test_other_files_named_like_images_may_be_captions(tmp_path):
     for folder in ("cat", "dog"):
         images(tmp_path / folder, 1)
