@@ -223,3 +223,9 @@ def test_fields_that_structs_have_for_other_rows_are_left_out(tmp_path):
     source = ParquetSource(tmp_path, "a.parquet", {})
     rows = [row.values for chunk in source.scan(10) for row in source.read(chunk)]
     assert [{name: row[name] for name in ("messages", "tools")} for row in rows] == chats
+
+
+@pytest.mark.parametrize("source_in", [in_parquet, in_arrow])
+def test_file_without_labels_has_none(tmp_path, source_in):
+    source = source_in(tmp_path)
+    assert not [label for chunk in source.scan(60) for label in source.labels(chunk)]
