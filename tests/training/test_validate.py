@@ -326,6 +326,13 @@ def test_train_refuses_before_ray_starts(monkeypatch, capfd, flags, message):
     assert message in " ".join(capfd.readouterr().err.split())
 
 
+@pytest.mark.parametrize("name", ["cats, dogs", "cats + dogs"])
+def test_path_that_reads_as_a_mixture_is_refused(tmp_path, capfd, name):
+    (tmp_path / name).mkdir()
+    assert cli.run(["train", "--data.train", str(tmp_path / name)], ConsoleReporter()) == 2
+    assert "separate the sets of a mixture: rename it" in " ".join(capfd.readouterr().err.split())
+
+
 def test_validation_imports_neither_torch_nor_ray():
     code = (
         "import sys, mmray.training.validate; assert not {'torch', 'ray', 'transformers'} & "
