@@ -8,6 +8,7 @@ parsed is a BadRow.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -54,7 +55,7 @@ _MARK = "a text or label such as `NA` or `None` is used as it is; leave it empty
 # Files and folders that macOS, Windows and network disks add.
 _SYSTEM_FILES = {"__macosx", "thumbs.db", "desktop.ini", "@eadir", "lost+found", "$recycle.bin"}
 
-_ABOUT = ("readme", "license", "licence")
+_ABOUT = re.compile(r"(readme|licen[sc]e)(\..*|[^.]*(\.(md|rst|html|pdf))?)")
 
 Record = tuple[str, Any]  # location (`file:line`) and unparsed row
 
@@ -483,7 +484,4 @@ def is_about_the_data(path: str) -> bool:
     and no file of a row, such as `license_plate_1.txt`.
     """
     name = path.rpartition("/")[2].lower()
-    stem, _, suffix = name.partition(".")
-    if stem in _ABOUT:
-        return not name.endswith(IMAGE_SUFFIXES)
-    return stem.startswith(_ABOUT) and suffix in ("", "md", "rst", "html", "pdf")
+    return _ABOUT.fullmatch(name) is not None and not name.endswith(IMAGE_SUFFIXES)
