@@ -4,7 +4,6 @@ batch and steps.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -30,7 +29,7 @@ from mmray.data.stream.order import ORDER_VERSION
 from mmray.data.stream.reader import Teacher
 from mmray.data.stream.shuffle import resolve_block_shuffle
 from mmray.data.text.tokenizer import TextEncoder, declared_pad_id
-from mmray.data.text.tokenizer_files import load_tokenizer, tokenizer_file
+from mmray.data.text.tokenizer_files import clean_as, load_tokenizer, tokenizer_file
 from mmray.data.vlm.encoder import encoder_arguments
 from mmray.data.vlm.families import MODEL_CONFIG, find_family, is_packable, read_config
 from mmray.data.vlm.reader import ReferenceLogProbs
@@ -201,23 +200,23 @@ def _describe_other_vocabulary(model: Model, weights: str, tokenizer_json: str) 
         return
     name = weights_folder(weights)
     folder = Path(name).expanduser()
-    if folder.is_dir():
-        file = tokenizer_file(folder)
-        if file is None:
-            return
-        name = str(file)
-    of_weights = load_tokenizer(name, None)
+    if folder.is_dir() and tokenizer_file(folder) is None:
+        of_weights = clean_as(folder, tokenizer_json)
+    else:
+        of_weights = load_tokenizer(name, None)
     # Equal texts, as usual, are not parsed: a vocabulary has up to 20 MB.
-    if of_weights != tokenizer_json and _vocabulary(of_weights) != _vocabulary(tokenizer_json):
+    if of_weights != tokenizer_json and _encode(of_weights) != _encode(tokenizer_json):
         yield (
-            f"model.inputs.tokenizer {model.inputs.tokenizer} has another vocabulary than {name}, "
-            f"that of the weights; to use that: --model.inputs.tokenizer {name}"
+            f"model.inputs.tokenizer {model.inputs.tokenizer} encodes texts as other tokens than "
+            f"the weights were trained with; --model.inputs.tokenizer {name} encodes them alike, "
+            "or a copy of its open_clip_config.json next to the tokenizer"
         )
 
 
-def _vocabulary(tokenizer_json: str) -> object:
-    """Vocabulary of a tokenizer: the number of each token, or a list of tokens with scores."""
-    return json.loads(tokenizer_json)["model"]["vocab"]
+def _encode(tokenizer_json: str) -> bytes:
+    """Return the tokens of a text with capitals and punctuation."""
+    ids, _ = TextEncoder(tokenizer_json, max_tokens=64).encode(["A Photo, of a  Dog_house."])
+    return ids.tobytes()
 
 
 def _resolve_conversations(resolved: ResolvedRun, reporter: RunReporter) -> ResolvedRun:

@@ -335,6 +335,13 @@ def test_models_of_one_image_refuse_sets_with_another_number(tmp_path, monkeypat
     )
 
 
+OTHER_TOKENS = (
+    "model.inputs.tokenizer trained encodes texts as other tokens than the weights were trained "
+    "with; --model.inputs.tokenizer {} encodes them alike, or a copy of its open_clip_config.json "
+    "next to the tokenizer"
+)
+
+
 def test_inputs_that_differ_from_those_of_local_weights_are_stated(tmp_path):
     made = make_set(tmp_path / "set", [row(number) for number in range(50)])
     image, text = tmp_path / "image", tmp_path / "text"
@@ -356,17 +363,24 @@ def test_inputs_that_differ_from_those_of_local_weights_are_stated(tmp_path):
         resolve_run(wanted.replace(model=model), reporter)
         return settings_lines(reporter)
 
+    other_tokens = OTHER_TOKENS.format(text)
     assert lines(model) == [
         f"model.inputs.mean is 0.485 0.456 0.406, but {image} was trained with 0.5 0.5 0.5",
         f"model.inputs.std is 0.229 0.224 0.225, but {image} was trained with 0.25 0.25 0.25",
-        f"model.inputs.tokenizer trained has another vocabulary than {text}/tokenizer.json, that "
-        f"of the weights; to use that: --model.inputs.tokenizer {text}/tokenizer.json",
+        other_tokens,
     ]
     (text / "tokenizer.json").write_text(made.tokenizer_json)
     (image / "preprocessor_config.json").unlink()
     timm = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
     values = {"model_type": "timm_wrapper", "pretrained_cfg": timm}
     (image / "config.json").write_text(json.dumps(values))
+    assert lines(model) == []
+    cleaning = {"text_cfg": {"tokenizer_kwargs": {"clean": "canonicalize"}}}
+    (text / "open_clip_config.json").write_text(json.dumps(cleaning))
+    assert lines(model) == [other_tokens]
+    (text / "tokenizer.json").unlink()
+    assert lines(model) == [other_tokens]
+    (text / "open_clip_config.json").unlink()
     assert lines(model) == []
 
 
@@ -397,6 +411,5 @@ def test_inputs_of_weights_of_the_hub_are_compared(is_cached, tmp_path, monkeypa
     assert lines == [
         "model.inputs.mean is 0.485 0.456 0.406, but a/b was trained with 0.5 0.5 0.5",
         "model.inputs.std is 0.229 0.224 0.225, but a/b was trained with 0.25 0.25 0.25",
-        "model.inputs.tokenizer trained has another vocabulary than a/b, that of the weights; to "
-        "use that: --model.inputs.tokenizer a/b",
+        OTHER_TOKENS.format("a/b"),
     ]
