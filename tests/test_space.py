@@ -46,6 +46,12 @@ def test_corners_have_both_ends_of_each_range():
     assert str(rate) == "loguniform(1e-05, 0.001)" and space.num_trials == DEFAULT_SAMPLES
 
 
+def test_ranges_with_other_bounds_have_other_names():
+    """By which a sweep is resumed."""
+    texts = ["uniform(1048576, 2097152)", "uniform(1048580, 2097152)", "uniform(0.1, 0.3)"]
+    assert [str(parse_space([f"train.seed={text}"]).axes["train.seed"]) for text in texts] == texts
+
+
 def test_lists_are_a_grid_unless_a_number_of_samples_or_a_range_is_given():
     assert parse_space(["batch.micro=8,16"]).num_samples is None
     assert parse_space(["batch.micro=8,16"], num_samples=5).num_samples == 5

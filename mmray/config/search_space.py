@@ -31,7 +31,7 @@ class Range:
     log: bool
 
     def __str__(self) -> str:
-        return f"{'loguniform' if self.log else 'uniform'}({self.low:g}, {self.high:g})"
+        return f"{'loguniform' if self.log else 'uniform'}({self.low:.15g}, {self.high:.15g})"
 
 
 def round_sampled(value: object) -> Any:

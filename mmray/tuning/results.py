@@ -63,12 +63,15 @@ def newest_value(lines: Sequence[dict[str, Any]], goal: str) -> float | str:
     name = GOALS[goal].eval_metric
     if name is None:
         return samples_per_s(lines) or "no step was timed; use longer trials (--train.steps)"
-    values = [line[name] for line in lines if name in line]
-    if not values:
+    measured = [line for line in lines if name in line]
+    if not measured:
         return f"{name} was not measured; use another --goal for this objective"
-    if values[-1] is None or not math.isfinite(values[-1]):
-        return f"{name} is not finite"
-    return values[-1]
+    # The recall of weights that are not finite is 0, but the loss next to it is not finite.
+    for metric in (name, "evaluate/loss"):
+        value = measured[-1].get(metric, 0.0)
+        if value is None or not math.isfinite(value):
+            return f"{metric} is not finite"
+    return measured[-1][name]
 
 
 def samples_per_s(lines: Sequence[dict[str, Any]]) -> float | None:
@@ -154,7 +157,7 @@ def recommend_trial(rows: Sequence[TrialRow], goal: str) -> Recommendation | Non
     """Return the name of the best trial and the reason as text; None if no trial measured the goal.
 
     Only trials of the full length are compared. If there are none, the trials with most samples are
-    compared.
+    compared, without those that failed.
 
     Args:
         rows: The rows of trials.jsonl, one per trial or measured batch shape.
@@ -165,7 +168,8 @@ def recommend_trial(rows: Sequence[TrialRow], goal: str) -> Recommendation | Non
     """
     measured = [row for row in rows if row.status == "finished" and row.value(goal) is not None]
     if not measured:
-        reached = [row for row in rows if row.rungs and row.status != "out_of_memory"]
+        # A trial that failed later may have the best value before, as one that diverges.
+        reached = [row for row in rows if row.rungs and row.error is None]
         longest = max((row.rungs[-1].samples for row in reached), default=0)
         measured = [row for row in reached if row.rungs[-1].samples == longest]
     if not measured:

@@ -220,6 +220,8 @@ def run_sweep(state: SweepState, configs: Sequence[Config]) -> None:
         trial = state.plan.trial(best.best, state.rows[best.best].settings)
         recipe = to_yaml(state.plan.best_recipe(trial))
         state.folder.write("best.yaml", f"# {best.why}\n{recipe}")
+    else:  # one of an earlier command
+        (state.folder.path / "best.yaml").unlink(missing_ok=True)
     if failure is not None or (best is None and state.stop_reason is None):
         status = "failed"
     else:

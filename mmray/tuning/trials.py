@@ -11,7 +11,7 @@ from typing import Any
 
 from mmray.builtin import KINDS
 from mmray.config import Cluster, Config, Train
-from mmray.config.search_space import Range, Space, override_settings, round_sampled, setting_value
+from mmray.config.search_space import Range, Space, override_settings, setting_value
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import UsageError
 from mmray.storage.paths import AnyPath
@@ -276,10 +276,8 @@ class SweepPlan:
 
     def is_recipe(self, settings: dict[str, Any]) -> bool:
         """Return whether the searched settings of a trial have the values of the recipe."""
-        return all(
-            round_sampled(setting_value(self.request.base, key)) == round_sampled(value)
-            for key, value in settings.items()
-        )
+        own = {key: setting_value(self.request.base, key) for key in settings}
+        return self.request.space.round(own) == self.request.space.round(settings)
 
     def trial(self, name: str, settings: dict[str, Any]) -> Trial:
         """Return the trial of a combination of settings."""

@@ -1,5 +1,7 @@
 """Rows of trials: metrics from log lines, classification of errors; ranking and recommendation."""
 
+from dataclasses import replace
+
 import pytest
 
 from mmray.config import recipes
@@ -177,6 +179,16 @@ def trial(name, *values, status="finished", size=64, gib=1.0, **settings):
             "own",
             "It has 400 samples only.",
         ),
+        (
+            # The best of the first rung diverged on the way to the second.
+            [
+                replace(trial("a", 1.0, status="failed"), error="evaluate/loss is not finite"),
+                trial("b", 2.0, status="pruned"),
+            ],
+            "loss",
+            "b",
+            "b has 2 held-out loss; no other trial was trained for as many samples.",
+        ),
     ],
 )
 def test_best_trial_and_its_reason(rows, goal, best, why):
@@ -197,6 +209,8 @@ def test_value_is_the_newest_held_out_metric_or_the_reason_why_there_is_none():
     assert newest_value(lines, "loss") == 1.0
     assert newest_value(lines, "recall") == 0.25
     assert "was not measured; use another --goal" in newest_value(lines[:1], "recall")
-    assert newest_value([{"evaluate/loss": None}], "loss") == "evaluate/loss is not finite"
+    diverged = {"evaluate/loss": None, "evaluate/recall_at_1/mean": 0.0}
+    for goal in ("loss", "recall"):
+        assert newest_value([diverged], goal) == "evaluate/loss is not finite"
     assert newest_value([line(1), line(4)], "throughput") == 512
     assert "no step was timed" in newest_value([line(1)], "throughput")

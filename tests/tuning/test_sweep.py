@@ -321,6 +321,18 @@ def test_stopped_sweep_recommends_the_best_so_far(begin, monkeypatch):
     assert "lr: 0.01" in (state.folder.path / "best.yaml").read_text()
 
 
+def test_recipe_of_an_earlier_command_is_removed_if_its_trial_fails(begin, simulated):
+    space = rates_of(4e-2, 5e-2)
+    first = begin(space=space)
+    reach(first, first.add({"optimizer.lr": 4e-2}), 100, 1.0)
+    first.folder.write("best.yaml", "lr: 0.04")
+    state = begin(space=space)
+    search.run_sweep(state, [])
+    assert [row.status for row in state.rows.values()] == ["failed", "failed"]
+    assert state.folder.read_json("sweep.json")["recommendation"] is None
+    assert not (state.folder.path / "best.yaml").exists()
+
+
 def test_dead_driver_of_a_trial_is_reported_with_its_cause(begin, tmp_path):
     state = begin()
     state.start(name := state.add({"optimizer.lr": 1e-3}))

@@ -43,6 +43,17 @@ def plan_of(*given, goal="loss", base=SAMPLE, num_rows=3000, **length):
     return replace(plan, folder=FOLDER)
 
 
+def test_recipe_is_the_trial_with_its_listed_value_or_with_its_rounded_drawn_value():
+    rates = [1.0001e-3, 1e-3, 1.0004e-3]
+    base = SAMPLE.replace(optimizer=SAMPLE.optimizer.replace(lr=1e-3))
+    for axis, expected in (
+        (",".join(map(str, rates)), [False, True, False]),
+        ("loguniform(1e-4,1e-2)", [True, True, True]),
+    ):
+        plan = plan_of(f"optimizer.lr={axis}", base=base)
+        assert [plan.is_recipe({"optimizer.lr": rate}) for rate in rates] == expected
+
+
 def test_throughput_of_a_vision_language_model_is_searched_by_tokens():
     """Also of a recipe with `batch.micro`; values below the longest row are not tried."""
     base = recipes.load("sample-vlm")
