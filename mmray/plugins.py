@@ -31,6 +31,18 @@ def load_class(name: str, setting: str, known: tuple[str, ...] = ()) -> Any:
         raise UsageError(f"{setting}: cannot load `{name}`: {error}") from error
 
 
+def merge_metrics(metrics: dict[str, Any], own: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return metrics and those of the user, which a function or method (for errors) returned.
+
+    Raises:
+        UsageError: Two metrics have one name.
+    """
+    if repeated := own.keys() & metrics.keys():
+        names = ", ".join(sorted(repeated))
+        raise UsageError(f"{source} returned {names}, which is another metric: rename it")
+    return metrics | own
+
+
 def load_part(name: str, setting: str, table: Mapping[str, str]) -> Any:
     """Import the built-in class of a name in a table, or a user's class. Raises UsageError."""
     return load_class(table.get(name, name), setting, tuple(table))

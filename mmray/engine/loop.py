@@ -46,12 +46,13 @@ from mmray.engine.step import StepResult, accumulate_gradients, apply_update, ze
 from mmray.errors import (
     OutOfMemoryError,
     TrainingError,
-    UsageError,
     first_line,
     is_out_of_memory,
 )
 from mmray.objectives.protocol import Batch
+from mmray.plugins import merge_metrics
 
+COMPUTE_METRICS = "train.callbacks: compute_metrics"  # for errors
 MAX_NONFINITE_STEPS = 10  # steps in a row
 
 
@@ -238,7 +239,7 @@ class Trainer:
         own: dict[str, float] = {}
         for callback in spec.callbacks:
             if isinstance(callback, HasMetrics):
-                own |= callback.compute_metrics(step + 1)
+                own = merge_metrics(own, callback.compute_metrics(step + 1), COMPUTE_METRICS)
         sums, reduced = reduce_over_ranks(spec.group, local_sums, local | own)
         *means, token_counts, by_source = sums
         meter.token_counts.zero_()
@@ -261,12 +262,7 @@ class Trainer:
             metrics["batch/tokens"] = shape.micro_tokens
         metrics |= padding_fractions(token_counts)
         metrics |= source_metrics(spec.sources, by_source) | spec.static_metrics
-        if repeated := own.keys() & (metrics.keys() | local.keys()):
-            names = ", ".join(sorted(repeated))
-            raise UsageError(
-                f"train.callbacks: compute_metrics returned {names}, which is another metric of "
-                "the step: rename it"
-            )
+        merge_metrics(metrics | local, own, COMPUTE_METRICS)
         return metrics | reduced
 
     def _evaluate(self) -> Metrics:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,9 +27,9 @@ from mmray.data.store.stored_row import Row, hash_key
 from mmray.data.stream.blocks import NO_LABEL, Block
 from mmray.data.stream.collate import Batch, clip_tensors, token_columns
 from mmray.data.stream.reader import RowReader
-from mmray.errors import DataError, UsageError
+from mmray.errors import DataError, first_line
 from mmray.machine import cores
-from mmray.plugins import load_class
+from mmray.plugins import load_class, merge_metrics
 from mmray.storage.requests import iter_parallel
 
 if TYPE_CHECKING:
@@ -92,16 +93,18 @@ class EvalReader:
 
         Raises:
             UsageError: A function returned the name of another metric.
+            RuntimeError: A function raised an error.
         """
         for name, function in self._own_metrics.items():
-            own = {metric: float(value) for metric, value in function(*inputs).items()}
-            if repeated := own.keys() & metrics.keys():
-                raise UsageError(
-                    f"evaluate.metrics: `{name}` returned {', '.join(sorted(repeated))}, which is "
-                    "another metric of the evaluation: rename it"
-                )
+            source = f"evaluate.metrics: `{name}`"
+            try:
+                returned = function(*deepcopy(inputs))  # copies, which may be changed
+                own = {metric: float(value) for metric, value in returned.items()}
+            except Exception as error:
+                kind = type(error).__name__
+                raise RuntimeError(f"{source} raised {kind}: {first_line(error)}") from error
             # Those of rank 0, because a function with random numbers differs between ranks.
-            metrics = metrics | group.broadcast_object(own)
+            metrics = merge_metrics(metrics, group.broadcast_object(own), source)
         return metrics
 
     def batches(

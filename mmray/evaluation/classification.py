@@ -70,15 +70,14 @@ def classes_before(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
 
     Args:
         scores: Score of each class, float [N, C].
-        label: Class of each row, int64 [N]; rows with a number outside 0..C-1 are omitted.
+        label: Class of each row, int64 [N], below C; rows with a negative one are omitted.
         tie: Classes whose score is not lower by more than this rank before, and so does NaN.
     """
-    num_classes = scores.shape[1]
-    labeled = (label >= 0) & (label < num_classes)
+    labeled = label >= 0
     scores = scores[labeled]
     target = scores.gather(1, label[labeled][:, None])
     before = (~(scores < target - tie)).sum(dim=1) - 1
-    return before + target.isnan().squeeze(1) * num_classes
+    return before + target.isnan().squeeze(1) * scores.shape[1]
 
 
 def zero_shot_metrics(before: Tensor, label: Tensor, num_classes: int) -> dict[str, float]:

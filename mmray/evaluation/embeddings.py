@@ -292,6 +292,10 @@ def _merge_equal(
     first_labeled = by_image[
         torch.searchsorted(image_id[by_image], torch.arange(len(first_of_image)))
     ]
+    label_of_image = label[first_labeled]
+    num_other = ((label >= 0) & (label != label_of_image[image_id])).sum()
+    if num_other:
+        head_metrics = head_metrics | {"other_label_rows": float(num_other)}
     row = columns["row"]
     caption_row = columns["caption_row"]
     image_index = image_id[torch.searchsorted(row, caption_row)]
@@ -301,7 +305,7 @@ def _merge_equal(
     return EmbeddingSet(
         row=row[first_of_image],
         image=image[first_of_image],
-        label=label[first_labeled],
+        label=label_of_image,
         image_index=image_index[order],
         text=text[order[first_of_text]],
         text_id=text_id,

@@ -75,7 +75,8 @@ class Evaluator(EvalDataset):
             classification head `classification/top_1`, `classification/top_5` and
             `classification/rows`, with a decoder of captions `caption_perplexity`. Recall and
             accuracy are 0 to 1; there is no `top_5` with at most 5 classes. And those of
-            `evaluate.metrics`.
+            `evaluate.metrics`. `other_label_rows` counts labeled rows whose image has an earlier
+            row with another label, which is used in place of theirs except by heads.
 
         Raises:
             DataError: No row is readable, or a label has no class name.
@@ -150,7 +151,7 @@ class Evaluator(EvalDataset):
         self, images: Tensor, labels: Tensor, group: Group, classes: Tensor
     ) -> dict[str, float]:
         """Accuracy of the nearest class embedding, and the mean recall of the classes."""
-        labeled = ((labels >= 0) & (labels < len(classes))).nonzero().flatten()
+        labeled = (labels >= 0).nonzero().flatten()
         before = []
         with retrieval.full_precision("cpu"):
             for rows in labeled.tensor_split(group.world_size)[group.rank].split(retrieval.CHUNK):

@@ -46,8 +46,7 @@ class HeadScores(NamedTuple):
 
     Attributes:
         scores: Scores of each class [N, C].
-        label: Correct class, int64 [N]; positions with a number outside 0..C-1 are left out of the
-            metrics.
+        label: Correct class, int64 [N]; positions with -1 are left out of the metrics.
         num_classes: C.
     """
 

@@ -103,6 +103,14 @@ def test_metric_of_a_callback_with_the_name_of_another_ends_the_run(name):
         train(toy.Toy(), plan_of(5), callbacks=(callback,), log=toy.Lines())
 
 
+def test_two_callbacks_with_a_metric_of_one_name_end_the_run():
+    callbacks = [on_step(lambda *args: None), on_step(lambda *args: None)]
+    for value, callback in enumerate(callbacks):
+        callback.compute_metrics = lambda step, value=value: {"mine/value": value}
+    with pytest.raises(UsageError, match="compute_metrics returned mine/value, which is another"):
+        train(toy.Toy(), plan_of(5), callbacks=callbacks, log=toy.Lines())
+
+
 def test_metrics_are_logged_and_callbacks_called():
     plan, log, called, saved = plan_of(5), toy.Lines(), [], []
     counting = on_step(lambda *args: None)

@@ -186,6 +186,37 @@ def test_metrics_of_the_user_get_a_row_for_each_caption(
         score(prepared, metrics=("tests.evaluation.test_evaluator:own_rows",))
 
 
+def own_key(embeddings: dict[str, Tensor], labels: Tensor) -> dict[str, Any]:
+    return {"own/audio": embeddings["audio"].mean()}
+
+
+def test_function_that_fails_is_named(prepared: PreparedSet) -> None:
+    name = "tests.evaluation.test_evaluator:own_key"
+    with pytest.raises(RuntimeError, match=rf"metrics: `{name}` raised KeyError: 'audio'"):
+        score(prepared, metrics=(name,))
+
+
+def own_changes(embeddings: dict[str, Tensor], labels: Tensor) -> dict[str, Any]:
+    """Changes what it gets."""
+    for embed in (*embeddings.values(), labels):
+        embed.zero_()
+    return {"own/changed": 1}
+
+
+def own_sums(embeddings: dict[str, Tensor], labels: Tensor) -> dict[str, Any]:
+    return {f"own/{name}": embed.abs().sum() for name, embed in embeddings.items()}
+
+
+def test_function_that_changes_embeddings_changes_no_other_metric(tmp_path: Path) -> None:
+    """The classes of two sets are embedded once."""
+    names = [f"tests.evaluation.test_evaluator:{name}" for name in ("own_changes", "own_sums")]
+    tasks = "pairs=p, classes=c (zero_shot), again=c (zero_shot)"
+    changed = named_sets(tmp_path / "changed", tasks, metrics=tuple(names))
+    same = named_sets(tmp_path / "same", tasks, metrics=(names[1],))
+    added = {f"{name}/own/changed": 1 for name in ("pairs", "classes", "again")}
+    assert changed == same | added
+
+
 def own_labels(embeddings: dict[str, Tensor], labels: Tensor) -> dict[str, Any]:
     return {"own/smallest": labels.min(), "own/largest": labels.max()}
 
@@ -198,8 +229,22 @@ def test_equal_images_have_the_first_label_of_their_rows(tmp_path: Path) -> None
     name = "tests.evaluation.test_evaluator:own_labels"
     (metrics,) = score(make_set(tmp_path / "set", rows), metrics=(name,))
     assert (metrics["own/smallest"], metrics["own/largest"]) == (-1, 2)
+    assert "other_label_rows" not in metrics
     (metrics,) = score(make_set(tmp_path / "labeled", rows[:4]), metrics=(name,))
     assert (metrics["own/smallest"], metrics["own/largest"]) == (1, 2)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_rows_with_another_label_than_their_equal_image_are_counted(
+    tmp_path: Path, world: int
+) -> None:
+    labels = [None, 2, 1, 0, 0, 1, 2]
+    rows = [
+        replace(row(number // 4), key=f"row-{number}", label=label)
+        for number, label in enumerate(labels)
+    ]
+    for metrics in score(make_set(tmp_path / "set", rows), world=world):
+        assert metrics["other_label_rows"] == 4
 
 
 class BatchNormalized(Toy):
@@ -499,6 +544,7 @@ def named_sets(tmp_path: Path, tasks: str, **settings: Any) -> dict[str, float]:
         "pairs": make_set(tmp_path / "pairs", [row(number) for number in range(9)]),
         "classes": PreparedSet(classes.folder, replace(classes.manifest, class_names=("a", "red"))),
     }
+    sets |= {"again": sets["classes"]} if "again" in tasks else {}
     evaluate = Evaluate(**settings)
     config = Config(model=TwoTower(inputs=INPUTS), data=Data(eval=tasks), evaluate=evaluate)
     done = {"rows": 0, "prompts": 0}
@@ -562,13 +608,10 @@ def test_mean_per_class_recall_of_a_case_computed_by_hand() -> None:
 
 
 def test_topk_of_a_case_computed_by_hand() -> None:
-    scores = torch.tensor(
-        [[3.0, 1, 2], [1, 1, 0], [0, math.nan, 1], [9, 0, 0], [0, 0, 9], [math.nan, 0, 0]]
-    )
-    label = torch.tensor([0, 0, 2, -1, 7, 0])
+    scores = torch.tensor([[3.0, 1, 2], [1, 1, 0], [0, math.nan, 1], [9, 0, 0], [math.nan, 0, 0]])
+    label = torch.tensor([0, 0, 2, -1, 0])
     right, in_five, rows = topk_hits(scores, label).tolist()
-    # Correct; a tie (wrong); a NaN in another class (wrong); no label; label out of range; a NaN in
-    # its own class.
+    # Correct; a tie (wrong); a NaN in another class (wrong); no label; a NaN in its own class.
     assert (right, rows) == (1, 4)
     assert in_five == 3
     assert topk_accuracy(topk_hits(scores, label), "zero_shot", 3) == {
