@@ -13,7 +13,13 @@ import numpy as np
 
 from mmray.data.images.decode import decode
 from mmray.data.images.transform import NUM_UNIFORMS, transform
-from mmray.data.media.decode import BadMedia, read_audio, read_frames, read_header
+from mmray.data.media.decode import (
+    BadMedia,
+    read_audio,
+    read_frames,
+    read_header,
+    verify_media,
+)
 
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
@@ -70,11 +76,11 @@ def full_span(media: Media, with_sound: bool = False) -> tuple[float, float]:
     the file.
 
     Raises:
-        BadMedia: Its header cannot be read.
+        BadMedia: Its header cannot be read, or states no duration and it is damaged.
     """
     info = read_header(media.data, media.kind)
-    # A complete check measured the duration.
-    duration = media.duration or info.stream_s
+    # A complete check measured the duration; live recordings state none.
+    duration = media.duration or info.stream_s or verify_media(media.data, media.kind).stream_s
     start = info.stream_start_s
     end = start + duration
     return (min(start, info.start_s), max(end, info.end_s)) if with_sound else (start, end)

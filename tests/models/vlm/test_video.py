@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mmray.config import Evaluate, Objective, Prepare
-from mmray.data.media.decode import BadMedia
+from mmray.data.media.decode import BadMedia, read_header
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Media
@@ -200,6 +200,18 @@ def test_span_beyond_the_frames_repeats_none(folder_of, reader, span):
     clip = read_clip(Media("video", data, duration=1.0), reader.encoder, span)
     assert shown_times(clip) == pytest.approx([span[0] + time for time in clip.times_s], abs=0.041)
     assert len(clip.times_s) == len(reader.encoder.choose_times(span[1] - span[0], 0.5))
+
+
+def test_recording_without_duration_is_read_to_its_end(folder_of):
+    """As browsers write them: the header has no duration, and no check measured it."""
+    times = range(0, 1600, 40)
+    data = encode_video("mkv", times, audio="flac", muxer_options={"live": "1"})
+    assert read_header(data, "video").duration_s == 0
+    encoder = ProcessorEncoder(str(folder_of(OMNI[0])), 500, frames=4)
+    clip = read_clip(Media("video", data), encoder)
+    assert clip.times_s == pytest.approx([0.2, 0.6, 1.0, 1.4])
+    assert shown_times(clip) == pytest.approx(clip.times_s, abs=0.041)
+    assert len(read_clip(Media("audio", data), encoder)) == 1.6 * 16000
 
 
 def test_evaluation_generates_answers_about_videos(folder_of, prepared):
