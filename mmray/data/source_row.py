@@ -16,6 +16,7 @@ from mmray.data.rows import (
     HELD_OUT_SPLITS,
     IMAGE_COLUMNS,
     KEPT_COLUMNS,
+    MEDIA_COLUMNS,
     MEDIA_KINDS,
     MESSAGE_COLUMNS,
     NOTICES,
@@ -36,6 +37,7 @@ from mmray.data.store.stored_row import Row
 _SPAN_FIELDS = (SPAN_COLUMNS, ("start", "end"))
 MAX_TIME_S = 1e6
 _TEXT_FIELDS = {"text", "timestamp", TEXT_COLUMN, *SPAN_COLUMNS, "start", "end"}
+_MEDIUM_FIELDS = {"bytes", "path", "url"}
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -108,7 +110,7 @@ def parse_row(values: Values | BadRow, location: str) -> SourceRow:
 
 
 def _parse_columns(key: str, values: Values) -> SourceRow:
-    (messages, _, notices), images = _parse_conversation(values)
+    (messages, media, notices), images = _parse_conversation(values)
     answers = [message_text(each) for each in messages if each["role"] == "assistant"]
     texts: Sequence[Any] = [answer for answer in answers if answer.strip()]
     # Audio and video of one row are a pair without a text.
@@ -117,8 +119,17 @@ def _parse_columns(key: str, values: Values) -> SourceRow:
         texts = _single_column(values, TEXT_COLUMNS, "no-text")
     text_columns = [item.get(TEXT_COLUMN) for item in texts if isinstance(item, dict)]
     plain, spans = _split_spans(values, texts)
-    fields = {name for item in texts if isinstance(item, dict) for name in item} - _TEXT_FIELDS
+    fields = {name for item in texts if isinstance(item, dict) for name in item}
+    fields -= {"text", TEXT_COLUMN} if messages else _TEXT_FIELDS
     notices = [*notices, *(f"`{name}` of a text is not used" for name in sorted(fields))]
+    items = [each.value for each in media]
+    for name in (*IMAGE_COLUMNS, *MEDIA_COLUMNS):
+        items += _as_items(values.get(name))
+    fields = {
+        name for item in items if isinstance(item, dict) for name in item if item[name] is not None
+    }
+    fields -= _MEDIUM_FIELDS
+    notices += [f"`{name}` of an image, audio or video is not used" for name in sorted(fields)]
     if spans and all(image.kind == "image" for image in images):
         raise BadRow("columns", "span", "a text has a span, and the row has no audio or video")
     label = parse_label(values.get("label"))
@@ -167,7 +178,8 @@ def _split_spans(
                 end = math.inf if end is None and start is not None else end
                 text = text | dict(zip(SPAN_COLUMNS, (start, end), strict=True))
             names = next((each for each in _SPAN_FIELDS if each[0] in text), SPAN_COLUMNS)
-            span = _parse_span(text, names) or of_row
+            if not has_any(values, MESSAGE_COLUMNS):  # their span is that of the row
+                span = _parse_span(text, names) or of_row
             text = text["text"]
         plain.append(text)
         spans.append(span and [*span])

@@ -218,6 +218,36 @@ def test_anthropic_source_becomes_bytes() -> None:
     assert row.notices == ["`cache_control` of a content part is not used"]
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"video": {"path": "a.mp4", "start": 1.0, "bytes": None}},
+        {"videos": [{"path": "a.mp4", "start": 1.0, "end": None}]},
+        {"parts": [{"type": "video", "video": {"path": "a.mp4", "start": 1.0}}]},
+        {"video": {"path": "a.mp4", "start": 1.0}, "messages": None, "text": "a"},
+    ],
+)
+def test_fields_of_an_object_of_a_medium_are_counted(values: dict[str, Any]) -> None:
+    content = values.pop("parts", "what")
+    turns = [{"role": "user", "content": content}, ANSWER]
+    row = parse_row({"messages": turns} | values, "made:1")
+    assert [each.name for each in row.images] == ["a.mp4"]
+    assert [each for each in row.notices if "mark" not in each] == [
+        "`start` of an image, audio or video is not used"
+    ]
+
+
+def test_span_of_a_caption_is_not_that_of_the_conversation() -> None:
+    caption = {"text": "red", "t0_s": 1.0, "t1_s": 2.0}
+    turns = [{"role": "user", "content": "<video>what"}, ANSWER]
+    row = {"video": "a.mp4", "texts": [caption, "b"], "messages": turns}
+    parsed_row = parse_row(row, "made:1")
+    assert parsed_row.spans is None
+    assert parsed_row.notices == [f"`{name}` of a text is not used" for name in ("t0_s", "t1_s")]
+    assert parse_row(row | {"t0_s": 3, "t1_s": 4}, "made:1").spans == [[3, 4]] * 2
+    assert parse_row(row | {"messages": None}, "made:1").spans == [[1, 2], None]
+
+
 def test_mark_in_the_result_of_a_tool_is_the_place_of_an_image() -> None:
     turns = [{"from": "human", "value": "Take a screenshot."}]
     turns += [{"from": "function_call", "value": json.dumps(CALL)}]
