@@ -10,6 +10,7 @@ from mimetypes import guess_type
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from warnings import warn
 
 import torch
 from PIL import Image
@@ -181,19 +182,19 @@ class Conversations:
         Raises ValueError.
         """
         given = [self._open(*each) for each in enumerate(images)]
-        rest = {
-            kind: iter([each for each in given if kind_of(each) == kind])
-            for kind in dict.fromkeys(map(kind_of, given))
-        }
         counts = Counter(map(kind_of, given))
+        rest = {kind: iter([each for each in given if kind_of(each) == kind]) for kind in counts}
         parsed = parse_messages([*messages, {"role": "assistant", "content": "-"}], counts)
+        for notice in parsed.notices:
+            if notice.endswith("is not used"):
+                warn(notice, stacklevel=4)
         prompt = [*parsed.messages[:-1]]
         if tools := parse_tools(messages[0].get("tools") or []):
             prompt[0] = prompt[0] | {"tools": tools}
         media: list[Any] = []
         for index, (kind, value) in enumerate(parsed.media):
             if value is None:
-                media += islice(rest.get(kind, iter(())), 1)
+                media += islice(rest.get(kind, ()), 1)
                 continue
             if not isinstance(value, Image.Image):
                 reference = parse_image(value, kind)

@@ -337,6 +337,14 @@ def test_files_are_decoded_as_in_training(make, tmp_path):
         model.answer([{"role": "user", "content": "what"}], [file, str(tmp_path / "none.png")])
 
 
+def test_fields_of_parts_that_an_answer_does_not_use_are_named(tmp_path):
+    Image.new("RGB", (9, 9)).save(tmp_path / "a.png")
+    part = {"type": "image", "image": str(tmp_path / "a.png"), "max_pixels": 4}
+    model = Conversations(SimpleNamespace(answer=lambda *_: [""]))
+    with pytest.warns(UserWarning, match="`max_pixels` of a content part is not used"):
+        model.answer([{"role": "user", "content": [part]}])
+
+
 @pytest.mark.parametrize("family", [folders.OMNI[0], "qwen2_5_vl"])
 def test_limit_that_a_processor_cannot_keep_is_named(family, folder_of, tmp_path):
     config = VlmConfig(weights=str(folder_of(family)))
