@@ -62,7 +62,13 @@ _TEXT_COLUMNS = (
     "text_replacement_offsets",
 )
 CHECK_SIDE = 64  # pixels of images of checks; several tokens in each family
-_DTYPES = {"pixel_values": np.uint8, "input_features": np.float16, "pixel_attention_mask": bool}
+_DTYPES = {
+    "pixel_values": np.uint8,
+    "input_features": np.float16,
+    "pixel_attention_mask": bool,
+    # As tensors of transformers: the model rounds positions down, of 1.9999999999999996 to 1.
+    "second_per_grid_ts": np.float32,
+}
 
 
 @dataclass(frozen=True)

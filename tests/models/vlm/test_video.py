@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoConfig
 
 from mmray.config import Evaluate, Objective, Prepare
 from mmray.data.media.decode import BadMedia, read_header
@@ -16,10 +18,12 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Media
 from mmray.data.stream.order import SamplePlan
 from mmray.data.vlm.chat_template import RowError
+from mmray.data.vlm.collate import rope_index_of
 from mmray.data.vlm.encoder import ProcessorEncoder
 from mmray.data.vlm.families import FAMILIES
 from mmray.data.vlm.reader import ConversationReader, read_clip
 from mmray.data.vlm.token_counter import ProcessorCounter
+from mmray.data.vlm.video import Clip
 from mmray.engine.collectives import Group
 from mmray.errors import UsageError
 from mmray.evaluation.conversations import ConversationEvaluator
@@ -33,7 +37,7 @@ from tests.data.media.synthetic import (
 )
 from tests.made import png
 from tests.models.vlm.folders import OMNI
-from tests.models.vlm.rows import AUDIO, OMNI_ROWS, settings
+from tests.models.vlm.rows import AUDIO, OMNI_ROWS, VIDEO, settings
 
 pytestmark = pytest.mark.usefixtures("forked_data_processes")
 
@@ -200,6 +204,22 @@ def test_span_beyond_the_frames_repeats_none(folder_of, reader, span):
     clip = read_clip(Media("video", data, duration=1.0), reader.encoder, span)
     assert shown_times(clip) == pytest.approx([span[0] + time for time in clip.times_s], abs=0.041)
     assert len(clip.times_s) == len(reader.encoder.choose_times(span[1] - span[0], 0.5))
+
+
+def test_frames_have_equal_steps_of_positions_at_any_phase(folder_of):
+    weights = str(folder_of("qwen2_5_vl"))
+    config = AutoConfig.from_pretrained(weights)
+    encoder = ProcessorEncoder(weights, 500, frames=10)
+    frames = np.zeros((10, 28, 28, 3), np.uint8)
+    for number in range(20):
+        shown = Clip(frames, encoder.choose_times(5.0, number / 20))
+        row = encoder.encode_prompt([{"role": "user", "content": [VIDEO]}], [shown])
+        ids = torch.from_numpy(row.input_ids).long()
+        images = {name: torch.from_numpy(column) for name, column in row.images.items()}
+        times = rope_index_of(config)(ids, images)[0][ids == config.video_token_id]
+        # One second for two frames
+        step = config.vision_config.tokens_per_second
+        assert times.unique().diff().tolist() == [step] * 4
 
 
 def test_recording_without_duration_is_read_to_its_end(folder_of):
