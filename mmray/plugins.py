@@ -38,8 +38,9 @@ def merge_metrics(metrics: dict[str, Any], own: dict[str, Any], source: str) -> 
         UsageError: Two metrics have one name.
     """
     if repeated := own.keys() & metrics.keys():
-        names = ", ".join(sorted(repeated))
-        raise UsageError(f"{source} returned {names}, which is another metric: rename it")
+        raise UsageError(
+            f"{source} returned {', '.join(sorted(repeated))}, which is another metric: rename it"
+        )
     return metrics | own
 
 

@@ -98,11 +98,14 @@ class EvalReader:
         for name, function in self._own_metrics.items():
             source = f"evaluate.metrics: `{name}`"
             try:
-                returned = function(*deepcopy(inputs))  # copies, which may be changed
-                own = {metric: float(value) for metric, value in returned.items()}
+                own = {
+                    metric: float(value)
+                    for metric, value in function(*deepcopy(inputs)).items()  # it may change them
+                }
             except Exception as error:
-                kind = type(error).__name__
-                raise RuntimeError(f"{source} raised {kind}: {first_line(error)}") from error
+                raise RuntimeError(
+                    f"{source} raised {type(error).__name__}: {first_line(error)}"
+                ) from error
             # Those of rank 0, because a function with random numbers differs between ranks.
             metrics = merge_metrics(metrics, group.broadcast_object(own), source)
         return metrics

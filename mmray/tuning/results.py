@@ -149,8 +149,9 @@ def _learning_curve(lines: Sequence[dict[str, Any]], name: str | None) -> tuple[
     """Return the finite values of a held-out metric; none for the speed of a trial."""
     if name is None:
         return ()
-    measured = [line for line in lines if line.get(name) is not None]
-    return tuple(Rung(line["rows_stop"], line[name]) for line in measured)
+    return tuple(
+        Rung(line["rows_stop"], line[name]) for line in lines if line.get(name) is not None
+    )
 
 
 def recommend_trial(rows: Sequence[TrialRow], goal: str) -> Recommendation | None:
@@ -230,8 +231,9 @@ def _compare_with_recipe(best: TrialRow, rows: Sequence[TrialRow], goal: str) ->
     if own is best:
         return " These are the recipe's own settings: the search found none that are better."
     last = min(len(own.rungs), len(best.rungs)) - 1
+    failed = f" {own.trial} failed later: {own.error}." if own.error else ""
     return (
         f" After {own.rungs[last].samples:,} samples the recipe's own settings ({own.trial}) have "
         f"{_format_value(own.rungs[last].value, goal)} and {best.trial} has "
-        f"{best.rungs[last].value:,.4g}."
+        f"{best.rungs[last].value:,.4g}.{failed}"
     )

@@ -180,6 +180,15 @@ def trial(name, *values, status="finished", size=64, gib=1.0, **settings):
             "It has 400 samples only.",
         ),
         (
+            [
+                replace(trial("own", 1.0, status="failed"), error="evaluate/loss is not finite"),
+                trial("b", 2.0, status="pruned"),
+            ],
+            "loss",
+            "b",
+            "have 1 held-out loss and b has 2. own failed later: evaluate/loss is not finite.",
+        ),
+        (
             # The best of the first rung diverged on the way to the second.
             [
                 replace(trial("a", 1.0, status="failed"), error="evaluate/loss is not finite"),
