@@ -56,6 +56,8 @@ _MARK = "a text or label such as `NA` or `None` is used as it is; leave it empty
 _SYSTEM_FILES = {"__macosx", "thumbs.db", "desktop.ini", "@eadir", "lost+found", "$recycle.bin"}
 
 _ABOUT = re.compile(r"(readme|licen[sc]e)(\..*|[^.]*(\.(md|rst|html|pdf))?)")
+# Files that may have rows.
+_ROWS_FILE = re.compile(r"\.(tar|tgz|parquet|jsonl|ndjson|csv|tsv|gz|bz2|xz|zst|zip|7z|rar)$", re.I)
 
 Record = tuple[str, Any]  # location (`file:line`) and unparsed row
 
@@ -158,7 +160,8 @@ class Source(ABC):
         class_names: Names of the labels 0, 1, ..., a tuple. `scan` sets it and the next three
             while it is iterated; each stays empty if the source does not define it.
         split_rows: Counter of the rows by the split that the layout of the files defines.
-        ignored: Counter of the files that are no part of a row, by suffix.
+        ignored: Counter of the files that are no part of a row, by suffix; of a folder of one
+            format those that may have rows in another one.
         unread: Columns of the file that `records` reads that neither mmray nor `keep` needs.
         columns: The columns of the source, as Columns.
         grows: Whether chunks grow with the number of rows before them, so that a large source has
@@ -304,11 +307,10 @@ class Source(ABC):
         """Return the sorted paths of the files with some suffixes in lower case; of a source that
         is a single file only this one. Raises DataError if a name is not plain UTF-8.
         """
-        names = (
-            [self.name]
-            if self.name
-            else [file for file in self.visible_files() if file.lower().endswith(suffix)]
-        )
+        visible = [self.name] if self.name else self.visible_files()
+        names = [file for file in visible if self.name or file.lower().endswith(suffix)]
+        others = map(_ROWS_FILE.search, {*visible}.difference(names))
+        self.ignored = Counter(match[0] for match in others if match)
         # pyarrow cannot open them
         if invalid := [each for each in names if not is_valid_name(each)]:
             raise DataError(

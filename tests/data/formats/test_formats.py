@@ -628,6 +628,16 @@ def test_caption_files_of_other_names_are_read(tmp_path, caption):
     assert ("1 files by suffix: .txt 1", "ignored") in logs
 
 
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+def test_files_of_other_formats_in_a_folder_are_counted(tmp_path, kind):
+    for name in ("b.tar.zst", "c.tar.zst", "d.CSV", "e.parquet.bak", "classnames.txt", "LICENSE"):
+        (tmp_path / name).write_text("x")
+    source = tar_of(tmp_path / "a.tar", "a") if kind == "tar" else parquet_paths(tmp_path)
+    logs = []
+    prepared(source.parent, tmp_path / "out", log=lambda *line: logs.append(line))
+    assert ("3 files by suffix: .zst 2, .CSV 1", "ignored") in logs
+
+
 @pytest.mark.parametrize("stem", ["license_plate_1", "readme-2", "licences"])
 def test_rows_with_names_like_licenses_are_read(tmp_path, stem):
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
