@@ -213,10 +213,9 @@ def _describe_other_vocabulary(model: Model, weights: str, tokenizer_json: str) 
         )
 
 
-def _encode(tokenizer_json: str) -> bytes:
+def _encode(tokenizer_json: str) -> object:
     """Return the tokens of a text with capitals and punctuation."""
-    ids, _ = TextEncoder(tokenizer_json, max_tokens=64).encode(["A Photo, of a  Dog_house."])
-    return ids.tobytes()
+    return TextEncoder(tokenizer_json, 64).encode(["A Photo, of a  Dog_house."])[0].tolist()
 
 
 def _resolve_conversations(resolved: ResolvedRun, reporter: RunReporter) -> ResolvedRun:

@@ -60,10 +60,10 @@ def validate_settings(config: Config) -> None:
     if reasons:
         raise UsageError("\n".join(reasons))
     sources = [*Mixture.parse(config.data.train).addresses]
-    if len(sources) > 1 and Path(config.data.train).exists():
+    if sources[1:] and Path(config.data.train).exists():
         raise UsageError(
-            f"data.train: {config.data.train} is a path, and `, ` and ` + ` separate the sets of a "
-            "mixture: rename it"
+            "data.train is a path with `, ` or ` + `, which separate the sets of a mixture: rename "
+            "it"
         )
     sources += [each.address for each in config.data.eval_sets]
     for address in filter(None, [*sources, config.data.cache, config.run.storage]):

@@ -161,9 +161,9 @@ class ParquetSource(BinarySource):
         return features
 
     def labels(self, chunk: SourceChunk) -> Iterator[Any]:
-        for batch in self.batches(chunk.file, chunk.start, chunk.stop, [self._label]):
-            for column in batch.columns:  # none, if only other files have labels
-                yield from column.drop_null().to_pylist()
+        with suppress(LookupError):  # only other files have labels
+            for batch in self.batches(chunk.file, chunk.start, chunk.stop, [self._label]):
+                yield from batch.column(0).drop_null().to_pylist()
 
     def records(self, chunk: SourceChunk) -> Iterator[Record]:
         self.check_unchanged(chunk)
@@ -293,8 +293,7 @@ class HFSavedSource(ParquetSource):
             pa.ipc.open_stream(raw) as reader,
         ):
             columns = only or self._known_columns(reader.schema, name)
-            names = [name for name in columns if name in reader.schema.names]
-            yield from _slice_rows((batch.select(names) for batch in reader), start, stop - start)
+            yield from _slice_rows((batch.select(columns) for batch in reader), start, stop - start)
 
 
 def _cumulative_rows(file: pq.ParquetFile) -> list[int]:

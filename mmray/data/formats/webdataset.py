@@ -273,21 +273,17 @@ def _iter_members(folder: AnyPath, chunk: SourceChunk) -> Iterator[tuple[str, Ta
                     # otherwise tarfile keeps all members in memory
                     tar.members.clear()  # type: ignore[attr-defined]
             first = _find_header(file, end + _BLOCK, size)
-            num_bytes = (size if first is None else first) - end
             # otherwise the chunk before has the error
-            if start.is_passed and not _is_end_mark(file, end, num_bytes):
-                detail = (
-                    f"the tar is truncated or damaged after {last}: no end mark at byte {end}, "
-                    f"and {max(0, num_bytes)} bytes are not read"
-                )
+            if start.is_passed and not _is_end_mark(file, end, size if first is None else first):
+                detail = f"the tar is truncated or damaged after {last}, at byte {end}"
                 yield "", BadRow("read", "truncated", detail)
 
 
-def _is_end_mark(file: BinaryIO, start: int, num_bytes: int) -> bool:
+def _is_end_mark(file: BinaryIO, start: int, stop: int) -> bool:
     """Return whether a range of a tar is at least one block of zeros."""
     file.seek(start)
-    pieces = iter(lambda: file.read(min(_BUFFER_BYTES, start + num_bytes - file.tell())), b"")
-    return num_bytes >= _BLOCK and not any(piece.strip(b"\0") for piece in pieces)
+    pieces = iter(lambda: file.read(min(_BUFFER_BYTES, stop - file.tell())), b"")
+    return start + _BLOCK <= stop and not any(map(any, pieces))
 
 
 class _Limit:

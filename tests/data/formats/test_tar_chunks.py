@@ -213,14 +213,16 @@ def test_truncated_tar_is_one_bad_row(tmp_path, monkeypatch, share):
     assert rows[-1][1] == "truncated"
 
 
-@pytest.mark.parametrize("number", [2, 40, 78])
-def test_rows_after_damaged_header_are_kept(tmp_path, monkeypatch, number):
+@pytest.mark.parametrize(("number", "damage"), [(2, 512), (40, 512), (40, 1), (78, 1)])
+def test_rows_after_damaged_header_are_kept(tmp_path, monkeypatch, number, damage):
+    monkeypatch.setattr(webdataset, "_BUFFER_BYTES", 512)
     members = [(f"{n:03d}.{suffix}", 700) for n in range(27) for suffix in ("jpg", "json", "txt")]
     make_tar(tmp_path / "a.tar", members, tarfile.USTAR_FORMAT)
     _, whole = rows_of(tmp_path)
     data = bytearray((tmp_path / "a.tar").read_bytes())
     with tarfile.open(tmp_path / "a.tar") as tar:
-        data[tar.getmembers()[number].offset + 150] ^= 1
+        start = tar.getmembers()[number].offset
+    data[start : start + damage] = bytes(damage)
     (tmp_path / "a.tar").write_bytes(data)
     rows = check_rows(tmp_path, monkeypatch)
     assert [location for location, reason in rows if reason == "truncated"] == ["a.tar/"]
