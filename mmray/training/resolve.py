@@ -171,8 +171,8 @@ def _with_vocab_of(encoder: TextEncoder, tokenizer_json: str, model: Model) -> M
 
 
 def describe_other_inputs(model: Model, tokenizer_json: str) -> Iterator[str]:
-    """Describe mean and standard deviation of pixels, and the vocabulary, if those of the run are
-    not those of its weights, or could not be read from the hub.
+    """Describe mean and standard deviation of pixels, and the tokens of texts, if those of the run
+    are not those of its weights, or could not be read from the hub.
 
     Args:
         model: The `model` section.
@@ -182,7 +182,7 @@ def describe_other_inputs(model: Model, tokenizer_json: str) -> Iterator[str]:
     weights = {"image": whole, "text": whole} | model.part_weights()
     try:
         yield from _describe_other_pixels(model, weights["image"])
-        yield from _describe_other_vocabulary(model, weights["text"], tokenizer_json)
+        yield from _describe_other_tokens(model, weights["text"], tokenizer_json)
     except UsageError as error:
         yield f"model.inputs are not compared with those of the weights: {error}"
 
@@ -195,7 +195,7 @@ def _describe_other_pixels(model: Model, weights: str) -> Iterator[str]:
             yield f"model.inputs.{name} is {used}, but {weights} was trained with {trained}"
 
 
-def _describe_other_vocabulary(model: Model, weights: str, tokenizer_json: str) -> Iterator[str]:
+def _describe_other_tokens(model: Model, weights: str, tokenizer_json: str) -> Iterator[str]:
     if weights in ("none", model.inputs.tokenizer):
         return
     name = weights_folder(weights)
