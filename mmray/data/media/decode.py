@@ -131,8 +131,7 @@ def verify_media(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaI
                 "max_pixels": str(max_pixels),
             }
         starts = dict.fromkeys((stream.index for stream in streams), math.inf)
-        lasts = dict.fromkeys(starts, -math.inf)
-        ends = dict(lasts)
+        ends = dict.fromkeys(starts, -math.inf)
         is_turned = False
         for packet in container.demux(streams):
             for frame in packet.decode():
@@ -148,19 +147,17 @@ def verify_media(data: bytes, kind: str, max_pixels: int = MAX_PIXELS) -> MediaI
                 start = frame.time - _zero(container)
                 index = packet.stream.index
                 starts[index] = min(starts[index], start)
-                if start >= lasts[index]:
-                    lasts[index] = start
-                    ends[index] = start + _frame_duration(frame, info)
+                ends[index] = max(ends[index], start + _frame_duration(frame, info))
                 if ends[index] - min(starts.values()) > MAX_DURATION_S:
                     raise BadMedia("too-long", f"it has over {MAX_DURATION_S:,.0f} s")
-        if kind == "video":
-            ends[streams[0].index] = _video_end(container, streams[0], lasts, ends)
         first = min(starts.values())
-        last = max(ends.values())
-        if last < first:
+        if first == math.inf:
             raise BadMedia("truncated", "it has a header, and nothing that can be decoded")
-        _check_duration(container, streams, ends)
         index = streams[0].index
+        if kind == "video" and streams[0].duration is not None and starts[index] < math.inf:
+            ends[index] = _video_end(container, streams[0])
+        last = max(ends.values())
+        _check_duration(container, streams, ends)
         width, height = (info.width, info.height)[:: -1 if is_turned else 1]
         return info._replace(
             width=width,
@@ -499,15 +496,16 @@ def _header_end(container: InputContainer, stream: Any) -> float:
     return (container.duration or 0) / 1e6
 
 
-def _video_end(
-    container: InputContainer, stream: VideoStream, lasts: dict[int, float], ends: dict[int, float]
-) -> float:
-    """Return the end of a video whose last frame has this time and end: not after that of the
-    header, because a B-frame has the duration of the frame that follows it in the file.
+def _video_end(container: Any, stream: Any) -> float:
+    """Return the end of the video of an MP4 in seconds, by its last packets.
+
+    It has durations in the order of decoding. With B-frames and a variable rate the last frame has
+    that of another one, and the header may end before it.
     """
-    stated = _header_end(container, stream)
-    end = ends[stream.index]
-    return min(end, stated) if lasts[stream.index] < stated else end
+    container.seek(stream.duration, stream=stream)
+    packets = [each for each in container.demux(stream) if each.size and not each.is_discard]
+    last = max(packets, key=lambda each: each.pts)
+    return float((last.pts + min(last.duration, packets[-1].duration)) * stream.time_base)
 
 
 def _check_duration(
