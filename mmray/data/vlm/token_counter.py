@@ -46,7 +46,7 @@ class ProcessorCounter:
     @property
     def digest(self) -> str:
         """SHA-256 as hex of what determines the counts: the processor and `question`."""
-        parts = f"{self.encoder_digest} {self.question}{' pairs' * self.pairs}"
+        parts = f"{self.encoder_digest} {self.question}{' pairs in spans' * self.pairs}"
         return hashlib.sha256(parts.encode()).hexdigest()
 
     @property
@@ -95,7 +95,8 @@ class ProcessorCounter:
             if self.pairs:
                 conversations = [*preference_of(row)]
             for number, messages in enumerate(conversations):
-                span = row.spans[number] if row.spans and not self.pairs else None
+                # Both conversations of a pair are about the same media.
+                span = row.spans[0 if self.pairs else number] if row.spans else None
                 sizes = [_size(media, span, encoder) for media in row.media]
                 counts.append(encoder.count_tokens(messages, sizes))
             return max(counts) * (2 if self.pairs else 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoConfig
 
 from mmray.config import Evaluate, Objective, Prepare
 from mmray.data.media.decode import BadMedia, read_header
+from mmray.data.message_fields import REJECTED
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.store.stored_row import Media
@@ -21,7 +23,12 @@ from mmray.data.vlm.chat_template import RowError
 from mmray.data.vlm.collate import rope_index_of
 from mmray.data.vlm.encoder import ProcessorEncoder
 from mmray.data.vlm.families import FAMILIES
-from mmray.data.vlm.reader import ConversationReader, read_clip
+from mmray.data.vlm.reader import (
+    ADAPTERS_OFF,
+    ConversationReader,
+    ReferenceLogProbs,
+    read_clip,
+)
 from mmray.data.vlm.token_counter import ProcessorCounter
 from mmray.data.vlm.video import Clip
 from mmray.engine.collectives import Group
@@ -134,6 +141,19 @@ def test_tokens_are_counted_from_durations(family, folder_of, prepared):
         choices = range(1 if row.messages else 2)
         lengths = [len(reader.encode_row(row, choice).input_ids) for choice in choices]
         assert count(row) == max(lengths)
+
+
+def test_tokens_of_a_pair_are_counted_in_its_span(folder_of, prepared):
+    weights = str(folder_of("qwen3_vl"))
+    limits = {"frames": FRAMES, "frame_rate": 4.0, "frame_pixels": 64 * 64}
+    [row] = prepared.read(np.arange(1))
+    *prompt, answer = row.messages
+    row = replace(row, messages=[*prompt, answer | {REJECTED: [answer]}])
+    references = ReferenceLogProbs(ADAPTERS_OFF)
+    spec = model_settings(weights)
+    encoded = ConversationReader(prepared, spec, 10**7, references=references).encode_row(row)
+    count = ProcessorCounter(weights, limits, pairs=True).build()
+    assert count(row) == sum(len(each.input_ids) for each in encoded.conversations)
 
 
 @pytest.mark.parametrize("family", OMNI)
