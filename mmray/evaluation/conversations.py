@@ -308,7 +308,12 @@ class ConversationEvaluator(EvalReader):
                 )
                 prompts.append(prompt)
                 media.append(decoded[:num_media])
-                correct = [messages[len(prompt)] for messages in conversations]
+                # The media are those in the span of the first caption.
+                correct = [
+                    messages[len(prompt)]
+                    for choice, messages in enumerate(conversations)
+                    if not row.spans or row.spans[choice] == row.spans[0]
+                ]
                 # Generated answers have no reserved tokens either.
                 cleaned = self.reader.encoder.template.clean(correct)
                 references.append(

@@ -266,6 +266,8 @@ def test_evaluation_generates_answers_about_videos(folder_of, prepared):
     evaluator = ConversationEvaluator(config, prepared, 10**7)
     scores = evaluator.score(Vlm(spec), Group(), None, 3, shown.append)
     assert (scores["rows"], scores["bad_rows"], scores["answered"]) == (3, 0, 3)
+    # Not `blue`, which is the answer in another span.
+    assert [each["references"] for each in shown[0]["answers"]] == [["circle"], ["circle"], ["red"]]
     parts = [part for each in shown[0]["answers"] for part in each["turns"][0]["parts"]]
     assert sum("image" in part for part in parts) == 4
 
