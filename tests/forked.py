@@ -33,7 +33,8 @@ class _Context(ForkServerContext):
 
 
 CONTEXT = _Context()
-FORKS_TOO = "MMRAY_TEST_FORKS_TOO"  # variable: forked children fork theirs from the same server
+# Variable with the address of the server, from which forked processes fork their children too.
+SERVER = "MMRAY_TEST_FORK_SERVER"
 
 
 def preload():
@@ -96,10 +97,19 @@ def _forget_session(kept_files):
 def _run(environment, target, args):
     os.environ.clear()
     os.environ.update(environment)
-    if FORKS_TOO in environment:
-        forkserver._forkserver.ensure_running = lambda: None  # its address is known
-        processes.SPAWN = CONTEXT
+    use_server()
     target(*args)
+
+
+def use_server():
+    """Fork the children of this process from the server that its environment names, if any."""
+    if SERVER in os.environ:
+        server = forkserver._forkserver
+        server.ensure_running = lambda: None
+        server._forkserver_address = os.environ[SERVER]
+        if server._forkserver_alive_fd is None:  # a worker of Ray, not forked from the server
+            server._forkserver_alive_fd = os.pipe()[1]
+        processes.SPAWN = CONTEXT
 
 
 @contextmanager
@@ -112,6 +122,9 @@ def forked_children():
 
 @contextmanager
 def forked_grandchildren():
-    """Let forked children fork theirs, such as the data processes of a worker."""
-    with patch.dict(os.environ, {FORKS_TOO: "1"}):
+    """Let forked children fork theirs, such as the data processes of a worker, and workers of a Ray
+    that is started in the block.
+    """
+    forkserver.ensure_running()
+    with patch.dict(os.environ, {SERVER: forkserver._forkserver._forkserver_address}):
         yield

@@ -101,6 +101,8 @@ def _run(words, environment, folder):
     from ray._private.utils import update_envs
     from ray.core.generated.common_pb2 import Language
 
+    from tests import forked
+
     parser = argparse.ArgumentParser()
     parser.add_argument("--serialized-runtime-env-context", default="{}")
     parser.add_argument("--language")
@@ -110,6 +112,7 @@ def _run(words, environment, folder):
     if changed or context.py_executable != sys.executable:
         context.exec_worker(words, Language.Value(options.language))
     update_envs(context.env_vars)
+    forked.use_server()
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in paths if path not in sys.path]
     sys.argv = words

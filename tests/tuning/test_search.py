@@ -27,7 +27,11 @@ from tests.nodes import several_nodes
 from tests.spaces import parse_space
 from tests.training.runs import Silent, config, lines, make_data
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("forked_data_processes"),  # before Ray starts
+]
 HERE = "tests.tuning.test_search"
 SPACE = ["optimizer.lr=1e-6,1e-3,1e-7"]
 RUNGS = (64, 256)  # samples: 4 and 16 steps of 16 rows
