@@ -22,11 +22,20 @@ DIRECTIONS = [
 
 @pytest.mark.recipe
 @pytest.mark.timeout(1800)  # in CI with a low priority
-def test_sample_recipe_finds_held_out_clips_in_all_directions(tmp_path, monkeypatch):
-    """The exported model embeds clips at their spans, and its model card's example runs."""
-    run = mmray.train(recipe_in("sample-av", tmp_path))
+@pytest.mark.parametrize(
+    ("steps", "recall"),
+    [(100, 0.2), pytest.param(300, 0.8, marks=pytest.mark.slow)],
+    ids=["a third of the steps", "all steps"],
+)
+def test_sample_recipe_finds_held_out_clips_in_all_directions(steps, recall, tmp_path, monkeypatch):
+    """The exported model embeds clips at their spans, and its model card's example runs.
+
+    A third of the steps finds 40 to 70 % at once; by chance it would be one of 200.
+    """
+    recipe = recipe_in("sample-av", tmp_path)
+    run = mmray.train(recipe.replace(train=recipe.train.replace(steps=steps)))
     assert (run.metrics["rows"], run.metrics["bad_rows"]) == (200, 0)
-    assert all(run.metrics[f"recall_at_1/{direction}"] >= 0.8 for direction in DIRECTIONS)
+    assert all(run.metrics[f"recall_at_1/{direction}"] >= recall for direction in DIRECTIONS)
     model = mmray.load(mmray.export(run.path, tmp_path / "out"))
     [source] = (tmp_path / "cache" / "sample-av-source").rglob("*.jsonl")
     rows = [json.loads(line) for line in source.read_text().splitlines()][-6:]
