@@ -153,7 +153,10 @@ def load_frame_processor(
             f"{WEIGHTS_SETTING}: cannot read the video processor of `{weights}`: "
             f"{str(error).strip().splitlines()[0]}"
         ) from None
-    settings |= getattr(processor, "videos_kwargs", {})
+    fixed = getattr(processor, "videos_kwargs", {})
+    if "size" in fixed:
+        fixed = fixed | {"min_pixels": None, "max_pixels": None}
+    settings |= fixed
     return FrameProcessor(settings, family.video == "clip", frame_pixels)
 
 

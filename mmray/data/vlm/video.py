@@ -53,12 +53,11 @@ class FrameProcessor:
     def __init__(
         self, settings: dict[str, Any], per_clip: bool, max_pixels: int | None = None
     ) -> None:
-        size = settings.get("size") or {}
-        if not {"shortest_edge", "longest_edge"} <= size.keys():
-            size = {
-                "shortest_edge": settings.get("min_pixels"),
-                "longest_edge": settings.get("max_pixels"),
-            }
+        size = dict(settings.get("size") or {})
+        for edge, name in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+            # Qwen2VLVideoProcessor prefers those of earlier versions.
+            if edge not in size or (settings.get(name) and not per_clip):
+                size[edge] = settings.get(name)
         if None in size.values():
             raise UsageError(
                 "model.weights: its video processor has no `size` with shortest_edge and "

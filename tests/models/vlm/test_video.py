@@ -173,6 +173,23 @@ def test_frames_have_the_default_size_of_the_processor(family, folder_of):
     assert row.images["video_grid_thw"].tolist() == expected["video_grid_thw"].tolist()
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", OMNI[0]])
+def test_limits_of_earlier_versions_are_those_of_transformers(family, folder_of, tmp_path):
+    from transformers import AutoProcessor
+
+    for file in [*folder_of(family).glob("*.json"), *folder_of(family).glob("*.jinja")]:
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    file = tmp_path / "processor_config.json"
+    values = json.loads(file.read_text())
+    values["video_processor"]["max_pixels"] = 28 * 28 * 2
+    file.write_text(json.dumps(values))
+    frames = np.zeros((2, 112, 112, 3), np.uint8)
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    inputs = processor(text=[processor.video_token], videos=[frames])
+    own = ProcessorEncoder(str(tmp_path), 500, frames=2).processor.video_processor
+    assert [own.grid(*frames.shape[:3])] == [*map(tuple, inputs["video_grid_thw"].tolist())]
+
+
 @pytest.mark.parametrize("family", ["qwen2_audio", *OMNI])
 def test_audio_is_cut_to_its_span_and_to_the_longest(family, folder_of, tmp_path, forked_children):
     """A sweep whose pitch is a function of time; the model takes at most 2 s."""
