@@ -144,7 +144,9 @@ class FrameProcessor:
         if self._frame_pixels is not None:
             most = self._frame_pixels
             least = min(least, most)
-        sides = smart_resize(height, width, self._factor, least, most)
+        # The video processor of Qwen3-VL enlarges small frames first, that of Qwen2-VL does not.
+        scale = max(1.0, self._factor / min(height, width)) if self._per_clip else 1.0
+        sides = smart_resize(int(height * scale), int(width * scale), self._factor, least, most)
         patches = [side // self.patch_size for side in sides]
         return num_frames // self.temporal_patch_size, patches[0], patches[1]
 

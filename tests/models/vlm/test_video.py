@@ -190,6 +190,17 @@ def test_limits_of_earlier_versions_are_those_of_transformers(family, folder_of,
     assert [own.grid(*frames.shape[:3])] == [*map(tuple, inputs["video_grid_thw"].tolist())]
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_frames_smaller_than_a_token_have_the_size_of_transformers(family, folder_of):
+    from transformers import AutoProcessor
+
+    frames = np.zeros((2, 20, 100, 3), np.uint8)
+    processor = AutoProcessor.from_pretrained(folder_of(family)).video_processor
+    grid = processor(frames, do_sample_frames=False)["video_grid_thw"]
+    own = ProcessorEncoder(str(folder_of(family)), 500, frames=2).processor.video_processor
+    assert [own.grid(*frames.shape[:3])] == [*map(tuple, grid.tolist())]
+
+
 @pytest.mark.parametrize("family", ["qwen2_audio", *OMNI])
 def test_audio_is_cut_to_its_span_and_to_the_longest(family, folder_of, tmp_path, forked_children):
     """A sweep whose pitch is a function of time; the model takes at most 2 s."""
