@@ -4,6 +4,7 @@ batch and steps.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -205,7 +206,7 @@ def _describe_other_tokens(model: Model, weights: str, tokenizer_json: str) -> I
     else:
         of_weights = load_tokenizer(name, None)
     # Equal texts, as usual, are not parsed: a vocabulary has up to 20 MB.
-    if of_weights != tokenizer_json and _encode(of_weights) != _encode(tokenizer_json):
+    if of_weights != tokenizer_json and _tokens(of_weights) != _tokens(tokenizer_json):
         yield (
             f"model.inputs.tokenizer {model.inputs.tokenizer} encodes texts as other tokens than "
             f"the weights were trained with; --model.inputs.tokenizer {name} encodes them alike, "
@@ -213,9 +214,12 @@ def _describe_other_tokens(model: Model, weights: str, tokenizer_json: str) -> I
         )
 
 
-def _encode(tokenizer_json: str) -> object:
-    """Return the tokens of a text with capitals and punctuation."""
-    return TextEncoder(tokenizer_json, 64).encode(["A Photo, of a  Dog_house."])[0].tolist()
+def _tokens(tokenizer_json: str) -> object:
+    """Return the vocabulary of a tokenizer, and the tokens of a text with capitals and
+    punctuation.
+    """
+    encoded = TextEncoder(tokenizer_json, 64).encode(["A Photo, of a  Dog_house."])
+    return json.loads(tokenizer_json)["model"]["vocab"], encoded[0].tolist()
 
 
 def _resolve_conversations(resolved: ResolvedRun, reporter: RunReporter) -> ResolvedRun:
