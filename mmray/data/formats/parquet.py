@@ -87,8 +87,8 @@ class ParquetSource(BinarySource):
             name: Path of the file, relative to the folder of the source.
             start: Number of the first row in the file, from 0.
             stop: Number after the last row.
-            only: Names of the columns to read; None: those that mmray reads and those of
-                `prepare.keep`.
+            only: Names of the columns to read, which the file may lack; None: those that mmray
+                reads and those of `prepare.keep`.
         """
         with open_sequential(self.folder / name) as raw:
             file = pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES)
@@ -161,8 +161,8 @@ class ParquetSource(BinarySource):
         return features
 
     def labels(self, chunk: SourceChunk) -> Iterator[Any]:
-        with suppress(LookupError):  # only other files have labels
-            for batch in self.batches(chunk.file, chunk.start, chunk.stop, [self._label]):
+        for batch in self.batches(chunk.file, chunk.start, chunk.stop, [self._label]):
+            if batch.num_columns:  # otherwise only other files have labels
                 yield from batch.column(0).drop_null().to_pylist()
 
     def records(self, chunk: SourceChunk) -> Iterator[Record]:
@@ -293,6 +293,7 @@ class HFSavedSource(ParquetSource):
             pa.ipc.open_stream(raw) as reader,
         ):
             columns = only or self._known_columns(reader.schema, name)
+            columns = [each for each in columns if each in reader.schema.names]
             yield from _slice_rows((batch.select(columns) for batch in reader), start, stop - start)
 
 
