@@ -132,16 +132,24 @@ def _load_file(file: Path) -> str:
     kind = _tokenizer_kind(file, settings)
     if kind == "siglip2" or (kind == "gemma" and settings.get("do_lower_case")):
         _prepend_normalizers(tokenizer, [normalizers.Lowercase()])
-    return clean_as(file.parent, str(tokenizer.to_str()))
+    if _has_canonical_texts(file.parent):
+        _canonicalize(tokenizer)
+    return str(tokenizer.to_str())
+
+
+def _has_canonical_texts(folder: Path) -> bool:
+    """Return whether open_clip_config.json in a folder, if there is one, defines this cleaning."""
+    open_clip = _read_settings(folder / OPEN_CLIP_CONFIG)
+    text = open_clip.get("model_cfg", open_clip).get("text_cfg", {})
+    clean: object = text.get("tokenizer_kwargs", {}).get("clean")
+    return clean == "canonicalize"
 
 
 def clean_as(folder: Path, tokenizer_json: str) -> str:
     """Return a tokenizer with the cleaning of texts that open_clip_config.json in a folder defines,
     if it has one.
     """
-    open_clip = _read_settings(folder / OPEN_CLIP_CONFIG)
-    text = open_clip.get("model_cfg", open_clip).get("text_cfg", {})
-    if text.get("tokenizer_kwargs", {}).get("clean") != "canonicalize":
+    if not _has_canonical_texts(folder):
         return tokenizer_json
     tokenizer = Tokenizer.from_str(tokenizer_json)
     _canonicalize(tokenizer)
