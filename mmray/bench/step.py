@@ -76,8 +76,7 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
     One worker is measured, with its share of the global batch.
 
     Args:
-        config: The model and the batch; the objective must be `contrastive`. For vision-language
-            models use `bench_conversations`.
+        config: The model and the batch; the objective must be `contrastive`.
         pairs: Number of rounds, in each of which every loop is timed once.
         window_s: Approximate seconds of each timing.
 
@@ -94,10 +93,6 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
     """
     from mmray.training.validate import unsupported_reasons
 
-    if config.model.generates_text:
-        from mmray.bench.conversations import bench_conversations
-
-        return bench_conversations(config, pairs, window_s)
     if config.objective.kind != "contrastive":
         raise UsageError(
             f"bench step supports objective.kind `contrastive` only, got `{config.objective.kind}`"

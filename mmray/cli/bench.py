@@ -78,13 +78,17 @@ def step(
     """
     require_positive(pairs=pairs, window_s=window_s)
     with console.show_progress("measuring"):
-        from mmray.bench.step import bench_step
+        config = recipes.load(recipe)
+        if config.model.generates_text:
+            from mmray.bench.conversations import bench_conversations as measure
+        else:
+            from mmray.bench.step import bench_step as measure
 
         total_s = 4 * pairs * window_s
         console.status(
             f"{pairs} rounds of 3 or 4 windows of {window_s:g} s, at most {total_s:.0f} s"
         )
-        result = bench_step(recipes.load(recipe), pairs, window_s)
+        result = measure(config, pairs, window_s)
     print_result(result, console, json)
 
 

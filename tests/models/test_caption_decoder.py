@@ -32,8 +32,8 @@ from mmray.data.stream.collate import token_columns
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.errors import UsageError
 from mmray.models.build import build
+from mmray.models.export.embedder import load_images
 from mmray.models.export.export import export
-from mmray.models.export.load import load_images
 from mmray.training.saved_model import pretrained_config
 from mmray.training.validate import unsupported_reasons
 from tests.made import noisy

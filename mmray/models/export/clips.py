@@ -18,7 +18,7 @@ from mmray.data.media.formats import detect_demuxer
 from mmray.data.store.stored_row import Media, Row
 from mmray.data.stream.collate import Batch, clip_tensors
 from mmray.errors import UsageError
-from mmray.models.export.load import Embedder, MediaInput, unreadable
+from mmray.models.export.embedder import Embedder, MediaInput, unreadable
 
 Spans = Sequence[tuple[float, float] | None]
 _LENGTHS = {"audio": "num_samples", "video": "num_frames"}  # columns by kind

@@ -24,6 +24,7 @@ from mmray.data.vlm.reader import read_clip
 from mmray.data.vlm.video import kind_of
 from mmray.errors import DataError, UsageError
 from mmray.models import lora
+from mmray.models.export.embedder import decode_image
 from mmray.models.export.export import CARD, CONFIG, replace_export
 from mmray.models.pretrained import EXPORT_MARKER
 from mmray.storage.paths import AnyPath, RemotePath, copy_file, temp_dir, to_path
@@ -204,8 +205,6 @@ class Conversations:
 
     def _open(self, index: int, medium: Any, kind: str = "image") -> Any:
         """Decode a medium; the suffix of a path determines its kind."""
-        from mmray.models.export.load import decode_image  # which imports this module
-
         is_file = isinstance(medium, str | Path)
         if is_file:
             guessed = (guess_type(medium)[0] or "").partition("/")[0]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mmray.bench import conversations
-from mmray.bench.step import WARMUP_STEPS, bench_step
+from mmray.bench.conversations import bench_conversations
+from mmray.bench.step import WARMUP_STEPS
 from mmray.engine.collectives import Group
 from mmray.models.vlm.model import Vlm
 from tests.models.vlm import token_runs
@@ -35,7 +36,7 @@ def test_result_has_the_rates_of_both_loops(folder_of, tmp_path, monkeypatch):
     )
     monkeypatch.setattr(conversations, "NUM_ROWS", 12)
     config = token_runs.config_of(folder_of("qwen3_vl"), "made", tmp_path / "run", precision="fp32")
-    result = bench_step(config, pairs=2, window_s=0.01)
+    result = bench_conversations(config, pairs=2, window_s=0.01)
     assert result["ratios"].keys() == {"loop_vs_padded"}
     loop, padded = result["rows"]
     assert (loop["arm"], padded["arm"]) == ("loop", "padded")
