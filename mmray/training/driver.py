@@ -177,7 +177,7 @@ def _train(
         address = resolved.data_identity["train"]
         if before != address:
             reporter.log(f"the data has moved from {before} to {address}", "moved")
-        if line := run_dir.describe_unstored_processor(selection.path, saved_config.model):
+        for line in run_dir.describe_earlier_version(selection.path, saved_config):
             reporter.log(line, "warning")
     backend.check_inputs(resolved)
     with Lease(selection.path) as lease:

@@ -176,7 +176,7 @@ def _compare_run(
             raise UsageError(f"{path} exists and is not an mmray run; choose another --run.name")
         return None
     run = RunDir(path)
-    before = yaml.safe_load((path / "config.yaml").read_text())
+    before = _with_defaults(_read_config(path))
     schedules = (flatten(before).get("optimizer.schedule"), config.optimizer.schedule)
     may_change: tuple[str, ...] = ()
     if schedules == ("constant", "cooldown"):  # they are equal until the rate decays
@@ -200,6 +200,19 @@ def _compare_run(
         return None
     result = run.read_json("result.json")
     return changes, result.get("status") == "finished" and result["steps"] >= steps
+
+
+def _read_config(path: AnyPath) -> dict[str, Any]:
+    values: dict[str, Any] = yaml.safe_load((path / "config.yaml").read_text())
+    return values
+
+
+def _with_defaults(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run with the defaults of those that its version did not have."""
+    try:
+        return Config.model_validate(saved).to_json()
+    except UsageError:  # a setting was removed since: the comparison names it
+        return saved
 
 
 def has_steps(path: AnyPath) -> bool:
@@ -242,6 +255,15 @@ def describe_unstored_processor(path: AnyPath, model: Model) -> str | None:
     )
 
 
+def describe_earlier_version(path: AnyPath, config: Config) -> list[str]:
+    """Return warnings for a run of an earlier version, which lacks settings or files."""
+    saved = _read_config(path)
+    added = flatten(_with_defaults(saved)).keys() - flatten(saved).keys()
+    text = f"{path} is of an earlier version without {', '.join(sorted(added))}: defaults are used"
+    unstored = describe_unstored_processor(path, config.model)
+    return ([text] if added else []) + ([unstored] if unstored else [])
+
+
 def check_processor(path: AnyPath, model: Model) -> None:
     """Raise UsageError if tokenizer, chat template or processors of a run have changed."""
     if changes := _changed_processor_files(path, model):
@@ -250,7 +272,7 @@ def check_processor(path: AnyPath, model: Model) -> None:
 
 def stored_shuffle(path: AnyPath) -> str:
     """Return `data.shuffle_blocks` of an existing run, such as `8x1400x16` or `1x1` (full)."""
-    return str(flatten(yaml.safe_load((path / "config.yaml").read_text()))["data.shuffle_blocks"])
+    return str(flatten(_read_config(path))["data.shuffle_blocks"])
 
 
 def select_folder(

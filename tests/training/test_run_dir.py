@@ -117,6 +117,31 @@ def test_run_keeps_its_shuffle_but_not_one_of_an_earlier_version(tmp_path):
         saved.write_text(saved.read_text().replace("4x8x2", "8x2"))
 
 
+def test_run_of_a_version_without_a_setting_resumes_with_its_default(tmp_path):
+    wanted = config(tmp_path, name="mine")
+    write_run_files(tmp_path / "mine", wanted, DATA, "{}")
+    assert run_dir.describe_earlier_version(tmp_path / "mine", wanted) == []
+    settings = wanted.to_json()
+    del settings["objective"]["teacher"], settings["train"]["ema"]
+    (tmp_path / "mine" / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert select_run(wanted, DATA, 10).action == "resume"
+    (line,) = run_dir.describe_earlier_version(tmp_path / "mine", wanted)
+    assert "without objective.teacher, train.ema: defaults are used" in line
+    with pytest.raises(UsageError, match=r"train\.ema: 0\.0 -> 0\.9"):
+        select_run(changed(wanted, "train.ema", 0.9), DATA, 10)
+
+
+def test_run_with_a_setting_that_was_removed_is_refused(tmp_path):
+    wanted = config(tmp_path)
+    write_run_files(tmp_path / "sample", wanted, DATA, "{}")
+    settings = wanted.to_json()
+    settings["train"]["removed"] = 1
+    (tmp_path / "sample" / "config.yaml").write_text(yaml.safe_dump(settings))
+    selection = select_run(wanted, DATA, 10)
+    assert selection.path == tmp_path / "sample-2"
+    assert selection.skipped[0].endswith("has other settings: train.removed: 1 -> None")
+
+
 def test_named_run_is_resumed_refused_or_done(tmp_path):
     write_run_files(tmp_path / "mine", config(tmp_path, name="mine"), DATA, "{}")
     with pytest.raises(UsageError, match=r"batch.global: 16 -> 32"):
