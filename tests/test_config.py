@@ -38,6 +38,8 @@ from mmray.errors import UsageError
             "model: {inputs: {image_side: big}}",
             r"model.inputs.image_side: .*integer.*\(got 'big'\)",
         ),
+        ("train: {steps: true}", r"train.steps: input should not be a boolean \(got True\)"),
+        ("batch: {global: on}", r"batch.global: input should not be a boolean"),
         ("data: {workers: 0}", "data.workers: must be a number of at least 1, or a range"),
         ("run: {name: '../x'}", "run.name: .*pattern"),
         (
@@ -87,6 +89,16 @@ from mmray.errors import UsageError
 def test_invalid_settings_are_named(text, message):
     with pytest.raises(UsageError, match=message):
         from_yaml(text, "run.yaml")
+
+
+def test_exponents_are_numbers_also_in_settings_of_any_type():
+    config = from_yaml(
+        "train: {steps: 1e3}\noptimizer: {settings: {eps: 1e-3, text: '1e-3', name: 1e3x}}",
+        "run.yaml",
+    )
+    assert config.train.steps == 1000
+    assert config.optimizer.settings == {"eps": 0.001, "text": "1e-3", "name": "1e3x"}
+    assert from_yaml(to_yaml(config), "run.yaml").to_json() == config.to_json()
 
 
 def test_kind_selects_the_model_config():

@@ -5,6 +5,7 @@ YAML and flags.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -100,7 +101,11 @@ class Config(Section):
 
 def to_yaml(config: Section) -> str:
     """Format a config or a section as YAML, from which `from_yaml` reads an equal config."""
-    return yaml.safe_dump(config.to_json(), sort_keys=False, allow_unicode=True)
+    return yaml.dump(config.to_json(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """A dumper that quotes the texts which _Loader would read as numbers."""
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -127,6 +132,15 @@ class _Loader(yaml.SafeLoader):
                 )
             names.add(key.value)
         return node
+
+
+# `1e-3` is a text for PyYAML, and a number for JSON and flags.
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z"),
+        list("-+.0123456789"),
+    )
 
 
 def from_yaml(

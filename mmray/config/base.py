@@ -82,9 +82,18 @@ class Section(BaseModel):
     @classmethod
     def _raise_usage_error(cls, value: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
         try:
-            return handler(value)
+            section = handler(value)
         except ValidationError as error:
             raise UsageError("\n".join(_explain(cls, item) for item in error.errors())) from None
+        values: dict[str, Any] = value if isinstance(value, dict) else {}
+        for key, field in cls.model_fields.items():
+            name = field.alias or key
+            given = values.get(name, values.get(key))
+            # pydantic takes true for 1
+            if isinstance(given, bool) and getattr(section, key) is not given:
+                setting = f"{cls.settings_prefix}.{name}"
+                raise UsageError(f"{setting}: input should not be a boolean (got {given})")
+        return section
 
 
 def _explain(section: type[Section], item: ErrorDetails) -> str:
