@@ -163,6 +163,8 @@ class StorageAway:
         # TensorBoard would create a folder that vanishes.
         mock.patch("torch.utils.tensorboard.SummaryWriter").start()
         mock.patch("mmray.storage.outage.RETRY_EVERY_S", 0.1).start()
+        # No access may succeed between the two outages, which then are one with a line a minute.
+        mock.patch("mmray.storage.outage.LOG_EVERY_S", 0.1).start()
 
     def on_step(self, step, metrics):
         if step in (4, 10):

@@ -332,7 +332,7 @@ def test_run_replaces_killed_data_process_and_resumes_after_stop_with_equal_weig
 
 
 class MountingAgain(Silent):
-    """Moves the storage back when a checkpoint after step 10 could not be written."""
+    """Moves the storage back, once, when a checkpoint could not be written and step 10 is taken."""
 
     def __init__(self, folder):
         super().__init__()
@@ -340,7 +340,8 @@ class MountingAgain(Silent):
 
     def log(self, text, label=""):
         super().log(text, label)
-        if "steps are kept" in text and (self.folder / "faults" / "away-at-10").exists():
+        files = (self.folder / "faults" / "away-at-10", self.folder / "away")
+        if "steps are kept" in text and all(file.exists() for file in files):
             move_storage(away=False)
 
 
