@@ -8,7 +8,7 @@ in a text that is not the assistant's is the place of a medium, as long as the r
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mmray.data.message_fields import (
@@ -54,6 +54,8 @@ _TEXT_TYPES = ("text", "input_text", "output_text")
 # Names under which a part has a medium of its own; `source` is Anthropic's.
 MEDIA_FIELDS = (*_KINDS, "url", "path", "source")
 _PART_FIELDS = {"type", "text", "index", *MEDIA_FIELDS}
+# Of an object with a URL or data, as OpenAI's and Anthropic's.
+_OBJECT_FIELDS = {"type", "url", "data", "media_type", "format"}
 
 
 class PartMedium(NamedTuple):
@@ -213,6 +215,12 @@ class _Places:
             self.media.append(PartMedium(kind, mark[2]))
             start = mark.end() + text.startswith("\n", mark.end())
         return [*parts, _text_part(text[start:])]
+
+    def add_unused(self, values: Mapping[str, object], used: Collection[str]) -> None:
+        """Add the notices of the fields of a part that are not used."""
+        names = {str(name) for name, value in values.items() if value is not None}
+        for name in names.difference(used):
+            self.notices.add(f"`{name[:40]}` of a content part is not used")
 
     def _takes(self, mark: re.Match[str]) -> bool:
         return mark[2] is not None or self._num_left(mark[1]) > 0
@@ -396,15 +404,15 @@ def _parse_parts(content: list[dict[str, Any]], role: str, places: _Places) -> l
     """Return the parts of a message, and add the places of its media. Raises ValueError."""
     parts: list[Part] = []
     for part in content:
-        names = {str(name) for name, value in part.items() if value is not None}
-        for name in names - _PART_FIELDS:
-            places.notices.add(f"`{name[:40]}` of a content part is not used")
+        places.add_unused(part, _PART_FIELDS)
         fields = ("text", *_KINDS)  # Qwen-VL's parts have no type
         part_type = part.get("type") or next((name for name in fields if part.get(name)), None)
         kind = _KINDS.get(part_type) if isinstance(part_type, str) else None
         if kind is not None:
             values = [part[name] for name in MEDIA_FIELDS if part.get(name) is not None]
-            value = _own_medium(values[0], kind) if values else None
+            if len({value for value in values if isinstance(value, str)}) > 1:
+                places.notices.add("a content part names several media: the first one is used")
+            value = _own_medium(values[0], kind, places) if values else None
             if value is None and part_type != kind:
                 raise ValueError(f"a part of type {part_type} has no url")
             places.media.append(PartMedium(kind, value))
@@ -419,15 +427,17 @@ def _parse_parts(content: list[dict[str, Any]], role: str, places: _Places) -> l
     return parts
 
 
-def _own_medium(value: object, kind: str) -> Any:
+def _own_medium(value: object, kind: str, places: _Places) -> Any:
     """Return the medium of a part as a column has it, of OpenAI's and Anthropic's objects too."""
     if not isinstance(value, dict):
         return value
-    if value.get("url") is not None:
-        return value["url"]
-    if isinstance(value.get("data"), str):
-        return f"data:{value.get('media_type') or kind};base64,{value['data']}"
-    return value
+    url = value.get("url")
+    if url is None and isinstance(value.get("data"), str):
+        url = f"data:{value.get('media_type') or kind};base64,{value['data']}"
+    if url is None:
+        return value
+    places.add_unused(value, _OBJECT_FIELDS)
+    return url
 
 
 def _media_part(kind: str) -> Part:

@@ -28,6 +28,7 @@ from mmray.engine.metrics.meters import (
     rows_sha,
     source_metrics,
 )
+from mmray.engine.metrics.table import EVALUATE
 from mmray.engine.metrics.timers import Throughput
 from mmray.engine.metrics.writers import Metrics, profile_steps
 from mmray.engine.optimizer import ExponentialMovingAverage, lr_at, set_lr
@@ -46,6 +47,7 @@ from mmray.engine.step import StepResult, accumulate_gradients, apply_update, ze
 from mmray.errors import (
     OutOfMemoryError,
     TrainingError,
+    UsageError,
     first_line,
     is_out_of_memory,
 )
@@ -240,6 +242,11 @@ class Trainer:
         for callback in spec.callbacks:
             if isinstance(callback, HasMetrics):
                 own = merge_metrics(own, callback.compute_metrics(step + 1), COMPUTE_METRICS)
+        if scores := [name for name in own if name.startswith(EVALUATE)]:
+            raise UsageError(
+                f"{COMPUTE_METRICS} returned {scores[0]}, which is the name of a score of an "
+                "evaluation: rename it"
+            )
         sums, reduced = reduce_over_ranks(spec.group, local_sums, local | own)
         *means, token_counts, by_source = sums
         meter.token_counts.zero_()
@@ -283,7 +290,7 @@ class Trainer:
             finally:
                 self.state.strategy.free(spec.model)
         spec.model.train()
-        metrics = {f"evaluate/{name}": score for name, score in scores.items()}
+        metrics = {f"{EVALUATE}{name}": score for name, score in scores.items()}
         return metrics | {"time/evaluate_s": self.meter.rates.lap("evaluate")}
 
     def _save_if_new(self) -> None:

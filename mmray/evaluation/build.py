@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
 from mmray.evaluation import ROWS_IN_SET
+from mmray.plugins import merge_metrics
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,7 +75,7 @@ class SetsEvaluator:
             scores = evaluator.score(model, group, objective, global_batch_size, save)
             in_set = evaluator.prepared.num_rows
             if in_set > (evaluator.settings.limit or in_set):
-                scores = {ROWS_IN_SET: float(in_set)} | scores
+                scores = merge_metrics({ROWS_IN_SET: float(in_set)}, scores, "evaluate.metrics")
             prefix = f"{name}/" if name else ""
             metrics |= {f"{prefix}{metric}": value for metric, value in scores.items()}
         if save_examples is not None and examples:

@@ -219,6 +219,24 @@ def test_anthropic_source_becomes_bytes() -> None:
 
 
 @pytest.mark.parametrize(
+    ("part", "notice"),
+    [
+        (
+            {"type": "video_url", "video_url": {"url": "a.mp4", "fps": 2, "detail": None}},
+            "`fps` of a content part is not used",
+        ),
+        (
+            {"type": "video", "video": "a.mp4", "path": "b.mp4", "url": None},
+            "a content part names several media: the first one is used",
+        ),
+    ],
+)
+def test_what_a_part_says_beside_its_medium_is_counted(part: dict[str, Any], notice: str) -> None:
+    row = parse_row({"messages": [{"role": "user", "content": [part]}, ANSWER]}, "made:1")
+    assert [each.name for each in row.images] == ["a.mp4"] and row.notices == [notice]
+
+
+@pytest.mark.parametrize(
     "values",
     [
         {"video": {"path": "a.mp4", "start": 1.0, "bytes": None}},

@@ -95,11 +95,13 @@ def test_wrong_rows_end_the_run_before_their_step(change, message, taken):
     assert steps == taken
 
 
-@pytest.mark.parametrize("name", ["train/loss", "train/lr", "throughput/samples_per_s"])
+@pytest.mark.parametrize(
+    "name", ["train/loss", "train/lr", "throughput/samples_per_s", "evaluate/loss"]
+)
 def test_metric_of_a_callback_with_the_name_of_another_ends_the_run(name):
     callback = on_step(lambda *args: None)
     callback.compute_metrics = lambda step: {name: 1.0, "mine/steps": step}
-    with pytest.raises(UsageError, match=f"compute_metrics returned {name}, which is another"):
+    with pytest.raises(UsageError, match=f"compute_metrics returned {name}, which is .*: rename"):
         train(toy.Toy(), plan_of(5), callbacks=(callback,), log=toy.Lines())
 
 

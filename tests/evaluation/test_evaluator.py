@@ -585,6 +585,16 @@ def test_limited_evaluation_states_the_rows_of_its_set(tmp_path: Path) -> None:
     assert shown["pairs, rows"] == "8" and shown["pairs, rows in set (evaluate.limit)"] == "9"
 
 
+def count_rows_in_set(*inputs: object) -> dict[str, float]:
+    return {"rows_in_set": 1.0}
+
+
+def test_own_metric_with_the_name_of_that_number_is_refused(tmp_path: Path) -> None:
+    metrics = (f"{__name__}:count_rows_in_set",)
+    with pytest.raises(UsageError, match="returned rows_in_set, which is another metric"):
+        named_sets(tmp_path, "pairs=p, classes=c", limit=8, metrics=metrics)
+
+
 def test_zero_shot_of_a_set_without_classes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"pairs has the task zero_shot, .* no class names"):
         named_sets(tmp_path, "pairs=p (zero_shot), classes=c")
