@@ -166,8 +166,9 @@ def _read_identity(config: Config, prepared: PreparedSet, processor_digest: str)
     if identity.get("processor") != processor_digest:
         raise DataError(
             f"objective.reference: `{column}` of {prepared.folder} is of {identity['weights']} "
-            "with another chat template, tokenizer or size of images than the run's: run "
-            f"{command}, with another --name and --objective.reference"
+            "with another chat template, tokenizer, size of images, or version of transformers or "
+            f"mmray than those of the run: run {command}, with another --name and "
+            "--objective.reference"
         )
     return identity
 

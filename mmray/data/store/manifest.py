@@ -247,6 +247,6 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
         return Manifest(**values | {"class_names": tuple(values["class_names"])})
     except (ValueError, TypeError, LookupError, FileNotFoundError) as error:
         raise DataError(
-            f"{folder / MANIFEST} is damaged ({error}). Delete it and rerun the same "
-            "`mmray prepare` command."
+            f"{folder / MANIFEST} is damaged, or of another version of mmray ({error}). Use that "
+            "version, or delete the file and rerun the same `mmray prepare` command."
         ) from None

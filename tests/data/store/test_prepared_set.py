@@ -155,7 +155,8 @@ def test_unusable_set_is_a_data_error_with_the_fix(tmp_path):
     for shard in (replace(good, **each) for each in wrong):
         file = ShardTable.from_shards([shard]).write(manifest.parent)
         entry = {"file": file.name, "sha256": file.sha256, "num_bytes": file.num_bytes}
-        damaged.append((json.dumps(values | {"shards": entry}).encode(), "damaged"))
+        text = "damaged, or of another version of mmray"
+        damaged.append((json.dumps(values | {"shards": entry}).encode(), text))
     damaged.append((json.dumps(values | {"source": 5}).encode(), "its source is 5"))
     for data, message in [(other, "schema version 6"), *damaged]:
         manifest.write_bytes(data)

@@ -286,7 +286,9 @@ def test_set_without_the_columns_of_the_run_is_refused_by_name(
     scored = str(shutil.copytree(scored, tmp_path / "set"))
     smaller = VlmConfig(weights=str(weights), inputs=VlmInputs(max_tokens=200, max_pixels=1024))
     config = config_of(weights, scored, tmp_path / "b", model=smaller)
-    with pytest.raises(DataError, match=r"size of images than the run's: run mmray score .*FILE"):
+    with pytest.raises(
+        DataError, match=r"transformers or mmray than those of the run: run mmray score .*FILE"
+    ):
         run(config)
     (tmp_path / "run.yaml").write_text(to_yaml(config))
     with pytest.raises(UsageError, match="limits of images were others"):
