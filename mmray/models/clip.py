@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.init import normal_, uniform_, zeros_
 
 from mmray.data.images.patches import takes_patches
-from mmray.errors import UsageError
+from mmray.errors import UsageError, only_errors
 from mmray.models import open_clip
 from mmray.models.caption_decoder import build_decoder, left_out_decoder
 from mmray.models.dual_encoder import DualEncoder, l2_normalize
@@ -126,6 +126,8 @@ class PretrainedDualEncoder(DualEncoder):
         }
 
     @classmethod
+    # transformers warns about the token ids of its default SiglipTextConfig, which no model has.
+    @only_errors("transformers.configuration_utils")
     def build_hf(cls, spec: ClipFamily, vocab_size: int, source: WeightSource) -> Any:
         """Build the model of transformers that `hf_class` names, with its weights.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from PIL import Image
 from tokenizers import Tokenizer, processors
 from torch import Tensor, nn
+from transformers import configuration_utils
 
 import mmray
 from mmray.config import Clip, ClipImage, ClipText, Inputs, Model, Siglip
@@ -23,6 +25,7 @@ from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.errors import UsageError
 from mmray.models.build import build
 from mmray.models.export.export import export
+from mmray.models.protocol import saved_layers
 from mmray.models.synthetic import synthetic_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -157,6 +160,21 @@ def test_weights_load_from_a_saved_transformers_model(kind: str, tmp_path: Path)
         text = model.embed_text(ids, torch.ones_like(ids))
         torch.testing.assert_close(text, F.normalize(expected), atol=1e-6, rtol=0)
         torch.testing.assert_close(model.embed_image(pixels), F.normalize(image), atol=1e-6, rtol=0)
+
+
+def test_siglip_is_built_without_warnings_of_transformers(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It formats configs for its log, which the tests otherwise leave out."""
+    config_class = configuration_utils.PreTrainedConfig
+    monkeypatch.setattr(config_class, "__repr__", config_class.to_json_string)
+    logger = configuration_utils.logger
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]  # of transformers
+    logger.addHandler(caplog.handler)
+    saved = saved_layers(model_of(SPECS["siglip"]).architecture())
+    build(SPECS["siglip"], VOCAB, saved)
+    logger.removeHandler(caplog.handler)
+    assert not caplog.records
 
 
 def test_siglip_pads_with_the_tokenizers_pad_id(tmp_path: Path) -> None:
