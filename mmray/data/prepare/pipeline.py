@@ -187,8 +187,8 @@ def prepare(
         progress: Called with one argument, a PrepareProgress, many times per stage: its fields are
             `stage` (`scan`, `pack`, `deduplicate`, `hash` or `tokenize`), `done_rows`, `total_rows`
             (0: unknown), `bad_rows` and `is_estimate`. None: not reported.
-        log: Called with (message, label): `source`, `splits`, `ignored`, `columns`, `kept` or
-            `example`. None: not logged.
+        log: Called with (message, label): `source`, `splits`, `ignored`, `columns`, `kept`,
+            `example` or `changed`. None: not logged.
 
     Raises:
         DataError: The source is invalid, or has more bad rows than the settings allow.
@@ -267,6 +267,8 @@ def _prepare(
     total = scan.num_rows
     job = replace(job, class_names=source.class_names)
     before = existing if existing and is_continued(existing, job, chunks) else None
+    if changed := _changed_settings(existing, settings):
+        log(f"{out} had other settings: {', '.join(changed)}", "changed")
     packed = _pack(job, chunks, total, progress)
     if before is not None and _is_unchanged(before, job, chunks, packed):
         return before
@@ -310,6 +312,16 @@ def _prepare(
     write_lease.check()
     _remove_leftovers(out, result)
     return manifest
+
+
+def _changed_settings(existing: Manifest | None, settings: Prepare) -> list[str]:
+    """Return a text for each setting in which the existing set differs."""
+    old = existing.settings if existing else {}
+    return [
+        f"{name} {old[name]} -> {new}"
+        for name, new in settings.model_dump(mode="json").items()
+        if name in old and old[name] != new
+    ]
 
 
 def _is_unchanged(

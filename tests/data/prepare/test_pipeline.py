@@ -49,9 +49,9 @@ def run_here(work, items):
 def run(tmp_path):
     """Prepare raw/rows.jsonl into `out` with settings that differ from LAX."""
 
-    def run(name="out", progress=None, retry=False, **settings):
+    def run(name="out", progress=None, retry=False, log=None, **settings):
         source, out = str(tmp_path / "raw" / "rows.jsonl"), str(tmp_path / name)
-        return prepare(source, out, LAX.model_copy(update=settings), progress, retry=retry)
+        return prepare(source, out, LAX.model_copy(update=settings), progress, log, retry=retry)
 
     return run
 
@@ -420,6 +420,21 @@ def test_scan_of_an_interrupted_prepare_is_not_repeated(tmp_path, in_process, ru
     (tmp_path / "out" / "scan.json").write_text("{")
     assert run().num_rows == 8 and len(scans) == 2 and in_process == [0, 1]
     assert run().num_rows == 8 and len(scans) == 2
+
+
+def test_changed_settings_of_a_set_are_logged(tmp_path, in_process, run):
+    """Also of an option that was left out: rows that were held out would be trained on."""
+    make_source(tmp_path / "raw", 8)
+    lines = []
+
+    def log(message, label):
+        lines.extend([message] if label == "changed" else [])
+
+    run(log=log, holdout=0.5)
+    run(log=log, holdout=0.5)
+    assert not lines
+    run(log=log)
+    assert lines == [f"{tmp_path / 'out'} had other settings: holdout 0.5 -> 0.0"]
 
 
 def test_changed_chunks_are_packed_again(tmp_path, in_process, run):
