@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Sequence
 
 ARTICLES = ("a", "an", "the")
-DIGITS = {
-    name: str(number)
-    for number, name in enumerate(
-        ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-    )
-}
+_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+DIGITS = {"none": "0"} | {name: str(number) for number, name in enumerate(_NAMES)}
+# A comma of thousands and a period that starts no fraction join what is around them.
+_JOINING = re.compile(r"(?<=\d),(?=\d)|\.(?!\d)")
 AGREEING = 3  # people who must have given an answer for it to count fully
 ANLS_THRESHOLD = 0.5  # a lower similarity counts 0
 
@@ -36,8 +35,9 @@ def vqa_accuracy(answers: Sequence[str], references: References) -> float:
 
     The references of a question are the answers of several people. An answer counts fully if at
     least three people gave it, averaged over the sets of all people but one. With fewer than four
-    references any equal one counts fully. Texts are compared in lower case, without punctuation and
-    articles, and with digits for numbers.
+    references any equal one counts fully. Texts are compared as in its evaluation code: in lower
+    case, without punctuation and articles, and with digits for numbers. Its list of contractions
+    (`dont`) is not used, and a text of articles or punctuation alone equals only itself.
 
     Returns:
         The mean over the questions, 0 to 1; 0 without questions.
@@ -69,20 +69,24 @@ def anls(answers: Sequence[str], references: References) -> float:
 def split_words(text: str) -> list[str]:
     """Split a text into words in lower case without punctuation: `It's a Dog.` -> [it's, a, dog].
 
-    A combining mark, such as a vowel sign of Hindi, is a part of its word.
+    A combining mark, such as a vowel sign of Hindi, is a part of its word. Numbers keep their
+    period, colon, currency and percent sign, but no commas: `$1,000.5` -> [$1000.5].
     """
-    characters = unicodedata.normalize("NFC", text.lower())
-    is_kept = (
-        each.isalnum() or each == "'" or unicodedata.category(each)[0] == "M" for each in characters
-    )
-    words = "".join(
-        each if kept else " " for each, kept in zip(characters, is_kept, strict=True)
-    ).split()
-    return [word.strip("'") for word in words if any(map(str.isalnum, word))]
+    characters = _JOINING.sub("", unicodedata.normalize("NFC", text.lower()))
+    words = "".join(each if _is_in_word(each) else " " for each in characters).split()
+    return [word.strip("':") for word in words if any(map(str.isalnum, word))]
+
+
+def _is_in_word(character: str) -> bool:
+    category = unicodedata.category(character)
+    return character.isalnum() or character in "'.:%" or category == "Sc" or category[0] == "M"
 
 
 def _normalize(text: str) -> list[str]:
-    return [DIGITS.get(word, word) for word in split_words(text) if word not in ARTICLES]
+    words = split_words(text)
+    without_articles = [DIGITS.get(word, word) for word in words if word not in ARTICLES]
+    # Otherwise an empty answer would be equal to the option `A`.
+    return without_articles or words or [text.strip()]
 
 
 def _similarity(first: str, second: str) -> float:

@@ -29,6 +29,26 @@ def test_scores_of_answers(answer, references, expected):
 
 
 @pytest.mark.parametrize(
+    ("answer", "reference", "expected"),
+    [
+        ("none", "0", 1),
+        ("1,000", "1000", 1),
+        ("U.S.A.", "usa", 1),
+        ("Time: 10:30.", "time 10:30", 1),
+        ("10:30", "10.30", 0),
+        ("$5", "5", 0),
+        ("5%", "5", 0),
+        ("A.", "a", 1),
+        ("", "A", 0),
+        ("the", "A", 0),
+        ("+", "-", 0),
+    ],
+)
+def test_vqa_accuracy_compares_numbers_and_options_exactly(answer, reference, expected) -> None:
+    assert answers.vqa_accuracy([answer], [[reference] * 10]) == expected
+
+
+@pytest.mark.parametrize(
     ("text", "answer"),
     [
         ("two", "two"),
@@ -45,8 +65,7 @@ def test_combining_marks_belong_to_their_words() -> None:
     assert split_words("लाल कुत्ता, घास!") == ["लाल", "कुत्ता", "घास"]
     assert split_words("Cafe\u0301 \u2764\ufe0f 3.5 'dogs' don't_stop") == [
         "café",
-        "3",
-        "5",
+        "3.5",
         "dogs",
         "don't",
         "stop",
