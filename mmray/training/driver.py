@@ -7,6 +7,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from mmray.cluster.connect import needs_ray, ray_session, session_title
 from mmray.config import Config
 from mmray.data.store.manifest import QUARANTINE
 from mmray.data.store.mixture import PreparedMixture
-from mmray.engine.bad_rows import merge_bad_rows
+from mmray.engine.bad_rows import load_bad_rows, merge_bad_rows
 from mmray.engine.worker_context import TRAINING
 from mmray.errors import ForceExit, TrainingError, UsageError
 from mmray.machine import torchrun_world_size
@@ -207,10 +208,17 @@ def _train(
 
 
 def _finalize_run_dir(run: run_dir.RunDir, lease: Lease, reporter: RunReporter) -> None:
-    """Merge the quarantine file and write the report, unless another process owns the run now."""
+    """Merge and count the quarantined rows and write the report, unless another process owns the
+    run now.
+    """
     try:
         lease.check()
         merge_bad_rows(run.path)
+        reasons = Counter(load_bad_rows(run.path).values())
+        if reasons:
+            kinds = ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common())
+            text = f"{reasons.total():,} rows were not used: {kinds}; see {run.path / QUARANTINE}"
+            reporter.log(text, "quarantined")
     except TrainingError:
         return
     except OSError as error:

@@ -5,6 +5,7 @@ fail.
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import socket
@@ -385,8 +386,11 @@ def test_run_that_waits_for_a_stalled_file_system_stops_with_a_checkpoint(
 def test_too_many_bad_rows_end_the_run_and_are_named(tmp_path):
     rows = [row(number, b"broken" if number % 2 == 0 else None) for number in range(50)]
     make_set(tmp_path / "set", rows)
+    reporter = Silent()
     with pytest.raises(DataError, match=r"17 rows could not be read.*row-\d+, made:\d+"):
-        driver.train(one_worker(tmp_path / "set", tmp_path, "bad"), Silent())
+        driver.train(one_worker(tmp_path / "set", tmp_path, "bad"), reporter)
+    (summary,) = notes(reporter, "quarantined")
+    assert re.match(r"\d+ rows were not used: \d+ format; see .*quarantine.jsonl", summary)
     named = [
         json.loads(line)
         for line in (tmp_path / "bad" / "quarantine.jsonl").read_text().splitlines()
