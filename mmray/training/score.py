@@ -373,9 +373,9 @@ def _check_identity(folder: AnyPath, job: ScoreJob | ReferenceJob, weights: str)
     identity = {"digest": job.digest, "weights": weights, "captions": job.captions} | job.identity
     before = orjson.loads(file.read_bytes()) if file.exists() else identity
     if before["digest"] != job.digest:
-        reason = f"{weights} is another model"
+        reason = f"{weights} is another model, or another version of mmray wrote it"
         if before.get("weights_digest") == job.identity.get("weights_digest", ""):
-            reason = "its chat template, tokenizer or limits of images were others"
+            reason = "its chat template, tokenizer, limits of images or version were others"
         if before["captions"] != job.captions:
             reason = f"it is of the captions `{before['captions']}`, not `{job.captions}`"
         raise UsageError(

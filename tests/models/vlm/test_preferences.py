@@ -291,7 +291,7 @@ def test_set_without_the_columns_of_the_run_is_refused_by_name(
     ):
         run(config)
     (tmp_path / "run.yaml").write_text(to_yaml(config))
-    with pytest.raises(UsageError, match="limits of images were others"):
+    with pytest.raises(UsageError, match="limits of images or version were others"):
         api.score(scored, weights, config=tmp_path / "run.yaml", reporter=Silent())
     api.score(scored, weights, config=tmp_path / "run.yaml", name="smaller", reporter=Silent())
     objective = Objective(kind="dpo", reference="smaller")
