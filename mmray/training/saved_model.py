@@ -34,7 +34,13 @@ def load_run_config(folder: AnyPath) -> Config:
             "is not a run: it has no config.yaml" if file.parent.exists() else ("does not exist")
         )
         raise UsageError(f"{file.parent} {problem}; `mmray runs` lists the runs of a folder")
-    return from_yaml(file.read_text(), str(file))
+    try:
+        return from_yaml(file.read_text(), str(file))
+    except UsageError as error:
+        raise UsageError(
+            f"{error}\nIf another version of mmray trained this run, use that version, for example "
+            "to export the model."
+        ) from None
 
 
 class SavedModel(NamedTuple):

@@ -8,6 +8,7 @@ from mmray.errors import UsageError
 from mmray.storage.lease import Lease
 from mmray.training import run_dir
 from mmray.training.run_dir import select_run
+from mmray.training.saved_model import load_run_config
 
 DATA = {"train": "set", "fingerprint": "ab", "num_rows": 100}
 
@@ -140,6 +141,8 @@ def test_run_with_a_setting_that_was_removed_is_refused(tmp_path):
     selection = select_run(wanted, DATA, 10)
     assert selection.path == tmp_path / "sample-2"
     assert selection.skipped[0].endswith("has other settings: train.removed: 1 -> None")
+    with pytest.raises(UsageError, match=r"train\.removed: unknown.*\n.*use that version"):
+        load_run_config(tmp_path / "sample")
 
 
 def test_named_run_is_resumed_refused_or_done(tmp_path):
