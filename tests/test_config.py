@@ -91,6 +91,13 @@ def test_invalid_settings_are_named(text, message):
         from_yaml(text, "run.yaml")
 
 
+def test_numbers_in_yaml_are_those_of_flags():
+    assert from_yaml("train: {steps: 0100, seed: 0x10}", "run.yaml").train.steps == 100
+    for text in ("1:30", "1:30.5"):
+        with pytest.raises(UsageError, match=f"train.steps: .*{text}"):
+            from_yaml(f"train: {{steps: {text}}}", "run.yaml")
+
+
 def test_exponents_are_numbers_also_in_settings_of_any_type():
     config = from_yaml(
         "train: {steps: 1e3}\noptimizer: {settings: {eps: 1e-3, text: '1e-3', name: 1e3x}}",
