@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from mmray.config import Config, Vlm
 from mmray.data.store.mixture import PreparedMixture
 from mmray.data.stream.order import BlockShuffle, ResumePoint, SamplePlan
-from mmray.data.stream.reader import RowReader
+from mmray.data.stream.reader import IMAGE_CACHE_MB, RowReader
 from mmray.data.stream.shuffle import WORKERS_PER_NODE
 from mmray.data.stream.token_batches import TokenPlan
 from mmray.data.vlm.reader import ConversationReader
@@ -145,6 +145,7 @@ class Attempt:
                 config.augment,
                 config.data.augment,
                 resolved.teacher,
+                IMAGE_CACHE_MB,
             )
         return WorkerContext(
             config=config,
