@@ -48,11 +48,6 @@ from mmray.models.protocol import (
 )
 from mmray.models.vlm.attention import PACKED_ATTENTION, PACKED_VISION_ATTENTION
 from mmray.models.vlm.loss import chunked_cross_entropy, chunked_log_probs
-from mmray.models.vlm.self_check import (
-    check_general_model,
-    differs_if_packed,
-    find_unused_parameters,
-)
 from mmray.models.vlm.shared_media import features_repeated
 from mmray.models.weights import load_config, load_pretrained
 
@@ -147,6 +142,8 @@ class Vlm(Model):
                 f"{WEIGHTS_SETTING}: {spec.weights} has no output layer, or one with a bias, which "
                 "is not supported"
             )
+        from mmray.models.vlm.self_check import check_general_model, find_unused_parameters
+
         if "unused" in source.saved:
             self.unused: list[str] = source.saved["unused"]
         else:
@@ -344,6 +341,8 @@ class Vlm(Model):
         """Return whether packed rows have another loss or other gradients than separate rows; it
         resets gradients to None.
         """
+        from mmray.models.vlm.self_check import differs_if_packed
+
         return differs_if_packed(self)
 
     def branches(self) -> dict[str, nn.Module]:
